@@ -44,6 +44,7 @@ class TreeState:
             wanted = f"[1, {min(num_nodes, MAX_HORIZON)}] with {num_nodes} nodes"
             raise ValueError(f"horizon must be in {wanted}, got {horizon}")
         self.max_num_reqs, self.num_nodes, self.horizon = max_num_reqs, num_nodes, horizon
+        self.num_tokens = num_nodes + 1
 
         def full(*shape: int, value: int, dtype: torch.dtype = torch.int32) -> Tensor:
             return torch.full(shape, value, dtype=dtype, device=device)
@@ -57,7 +58,7 @@ class TreeState:
         self.tree_rows = full(max_num_reqs, value=-1)
         self.path = full(max_num_reqs, horizon + 1, value=0)
         self.num_emitted = full(max_num_reqs, value=0)
-        self.emitted = full(max_num_reqs, num_nodes + 1, value=0, dtype=torch.int64)
+        self.emitted = full(max_num_reqs, self.num_tokens, value=0, dtype=torch.int64)
 
     def reset(self, slot: int) -> None:
         """Give a slot the chain-shaped tree, which holds until the drafter has run for it."""
