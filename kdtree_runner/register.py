@@ -1,0 +1,27 @@
+"""vLLM's entry point `vllm.general_plugins`: called in every process of an engine."""
+
+from __future__ import annotations
+
+from kdtree_runner.config import ATTENTION_BACKEND
+
+
+def register() -> None:
+    """Teach vLLM the speculative method "ddtree" and the attention backend "KDTREE_MLA".
+
+    Safe to call more than once. On a CPU it also applies the workarounds of the CPU wheel.
+    """
+    from vllm.platforms import current_platform
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from kdtree_runner.model_executor.engine_args import install
+
+    install()
+    if ATTENTION_BACKEND not in AttentionBackendEnum.__members__:
+        name = "CPUTreeMLABackend" if current_platform.is_cpu() else "TreeMLABackend"
+        module = "cpu_mla_backend" if current_platform.is_cpu() else "mla_backend"
+        path = f"kdtree_runner.model_executor.{module}.{name}"
+        register_backend(ATTENTION_BACKEND, path)
+    if current_platform.is_cpu():
+        from kdtree_runner import cpu_wheel
+
+        cpu_wheel.apply()

@@ -1,0 +1,102 @@
+"""The speculative method "ddtree" in vLLM's engine arguments."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import vllm
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.logger import init_logger
+from vllm.platforms import current_platform
+from vllm.transformers_utils.config import get_config
+
+from kdtree_runner.config import (
+    METHOD,
+    TreeConfig,
+    check_engine,
+    check_pair,
+    check_parallel,
+    check_target,
+    check_vllm_version,
+    draft_block_size,
+)
+from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
+
+logger = init_logger(__name__)
+
+
+def _user_config(args: EngineArgs) -> dict[str, Any] | None:
+    """The user's speculative config if its method is ours, keys with underscores; else None."""
+    user = args.speculative_config
+    user = {k.replace("-", "_"): v for k, v in user.items()} if isinstance(user, dict) else {}
+    flags = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+    for key, flag in flags.items():
+        value = getattr(args, flag, None)
+        if value is None:
+            continue
+        if key in user:
+            shown = "--" + flag.replace("_", "-")
+            raise ValueError(f"{shown} and --speculative-config['{key}'] are mutually exclusive")
+        user[key] = value
+    return user if user.get("method") == METHOD else None
+
+
+def _tree_speculative_config(
+    user: dict[str, Any], target: Any, parallel: Any
+) -> TreeSpeculativeConfig:
+    """Check the pair and build the config that vLLM's own parts see as DFlash with N drafts."""
+    check_vllm_version(vllm.__version__)
+    check_parallel(parallel)
+    check_target(target.hf_text_config)
+    if not isinstance(user.get("model"), str):
+        TreeConfig.from_user(user, block_size=2)  # raises: names the missing key
+    draft = get_config(user["model"], target.trust_remote_code, revision=user.get("revision"))
+    check_pair(target.hf_text_config, draft)
+    tree = TreeConfig.from_user(user, draft_block_size(draft))
+    asked = user.get("num_speculative_tokens")
+    if asked is not None and asked > tree.horizon:
+        logger.info("tree_budget %d cuts the drafter's horizon to it", tree.num_nodes)
+    passed = {k: v for k, v in user.items() if not k.startswith("tree_") and v is not None}
+    passed |= {"method": "dflash", "num_speculative_tokens": tree.num_nodes}
+    parallel.enable_batch_sharded_sampling = False  # None would let vLLM decide
+    if parallel.worker_cls == "auto":
+        name = "CPUTreeWorker" if current_platform.is_cpu() else "TreeWorker"
+        module = "cpu_worker" if current_platform.is_cpu() else "worker"
+        parallel.worker_cls = f"kdtree_runner.model_executor.{module}.{name}"
+    return TreeSpeculativeConfig(
+        **passed,
+        tree_horizon=tree.horizon,
+        tree_spine=tree.spine,
+        target_model_config=target,
+        target_parallel_config=parallel,
+    )
+
+
+def install() -> None:
+    """Wrap two methods of EngineArgs (vLLM 0.32.0 has no hook for a new speculative method)."""
+    if getattr(EngineArgs.create_speculative_config, "kdtree", False):
+        return
+    create_speculative = EngineArgs.create_speculative_config
+    create_engine = EngineArgs.create_engine_config
+
+    @functools.wraps(create_speculative)
+    def create_speculative_config(
+        self: EngineArgs, target_model_config: Any, target_parallel_config: Any
+    ) -> Any:
+        user = _user_config(self)
+        if user is None:
+            return create_speculative(self, target_model_config, target_parallel_config)
+        return _tree_speculative_config(user, target_model_config, target_parallel_config)
+
+    @functools.wraps(create_engine)
+    def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
+        config = create_engine(self, *args, **kwargs)
+        if isinstance(config.speculative_config, TreeSpeculativeConfig):
+            check_engine(config)
+        return config
+
+    create_speculative_config.kdtree = True  # type: ignore[attr-defined]
+    EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
+    EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]

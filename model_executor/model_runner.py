@@ -1,0 +1,138 @@
+"""vLLM's V2 model runner with draft trees: what a step does between forward, sampler and drafter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+
+from kdtree_runner import ops
+from kdtree_runner.model_executor.mla_backend import TreeMLAMetadataBuilder
+from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
+from kdtree_runner.spec_decode.sampler import TreeSampler, needs_chain
+from kdtree_runner.spec_decode.speculator import TreeSpeculator
+from kdtree_runner.spec_decode.tree import TreeState
+
+
+class TreeRunnerMixin(GPUModelRunner):
+    """Put before a GPUModelRunner (or its CPU subclass).
+
+    Overrides of vLLM 0.32.0, v1/worker/gpu/model_runner.py; each calls super().
+    """
+
+    def __init__(self, vllm_config: VllmConfig, device: torch.device) -> None:
+        super().__init__(vllm_config, device)
+        spec = vllm_config.speculative_config
+        assert isinstance(spec, TreeSpeculativeConfig)
+        tree = spec.tree
+        self.tree_state = TreeState(self.max_num_reqs, tree.num_nodes, tree.horizon, device)
+        self.speculator = TreeSpeculator(vllm_config, device, tree, self.tree_state)
+        self._all_chains = bool(vllm_config.model_config.logits_processors)
+        self._commit_groups: list[tuple[int, list[Tensor]]] = []
+        self._slot_mappings: Tensor | None = None
+        self._tracing = False
+        self._last_tree: dict[str, Any] | None = None
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load both models, then put our sampler in the place of the rejection sampler."""
+        super().load_model(*args, **kwargs)
+        assert self.sampler is not None and self.speculative_config is not None
+        self.rejection_sampler = TreeSampler(
+            self.sampler, self.speculative_config, self.device, self.tree_state, self._commit
+        )
+
+    def initialize_kv_cache(self, *args: Any, **kwargs: Any) -> None:
+        """Find the target's caches, and hand the trees to the target's metadata builders."""
+        super().initialize_kv_cache(*args, **kwargs)
+        assert isinstance(self.speculator, TreeSpeculator)
+        draft = self.speculator.draft_attn_layer_names
+        layers = self.compilation_config.static_forward_context
+        self._commit_groups = []
+        for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
+            names = [n for n in group.layer_names if n not in draft]
+            if names:
+                self._commit_groups.append((group_id, [layers[n].kv_cache for n in names]))
+        for groups in self.attn_groups:
+            for attn in groups:
+                if set(attn.layer_names) & draft:
+                    continue
+                for builder in attn.metadata_builders:
+                    assert isinstance(builder, TreeMLAMetadataBuilder), type(builder)
+                    builder.tree_state = self.tree_state
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Start each new request's slot from an empty chain."""
+        super().add_requests(scheduler_output)
+        for request in scheduler_output.scheduled_new_reqs:
+            slot = self.req_states.req_id_to_index[request.req_id]
+            self.tree_state.reset(slot)
+            chain = needs_chain(request.sampling_params, self._all_chains)
+            self.tree_state.chain_only[slot] = chain
+
+    def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
+        """Cache slots from the node index (super), then positions from the node's depth.
+
+        Both stay in the persistent buffers that captured graphs read.
+        """
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        self._slot_mappings = slot_mappings
+        state, batch = self.tree_state, input_batch
+        num_reqs = batch.num_reqs
+        if batch.num_draft_tokens == 0:
+            state.tree_rows.fill_(-1)
+            return block_tables, slot_mappings
+        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
+        positions = self.input_buffers.positions
+        positions[rows] = positions[rows - node] + state.depths[batch.expanded_idx_mapping, node]
+        num_logits = batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]
+        state.tree_rows[:num_reqs] = torch.where(num_logits > 1, batch.idx_mapping, -1)
+        state.tree_rows[num_reqs:].fill_(-1)
+        return block_tables, slot_mappings
+
+    def _commit(self, batch: InputBatch) -> None:
+        """Move the accepted rows of every target layer's cache into sequence.
+
+        Called by the sampler right after the walk, before a KV connector could see the rows.
+        """
+        state, num_reqs = self.tree_state, batch.num_reqs
+        assert self._slot_mappings is not None
+        for group_id, caches in self._commit_groups:
+            ops.kv_commit(
+                caches,
+                self._slot_mappings[group_id],
+                batch.query_start_loc[: num_reqs + 1],
+                state.path[:num_reqs],
+                state.num_emitted[:num_reqs],
+            )
+        if self._tracing:
+            self._record_tree(batch)
+
+    def _record_tree(self, batch: InputBatch) -> None:
+        """Keep the tree of batch row 0, before the drafter overwrites it."""
+        state = self.tree_state
+        row, count = int(state.tree_rows[0]), int(batch.cu_num_logits_np[1])
+        if row < 0:
+            return
+        length = int(state.num_emitted[0])
+        self._last_tree = {
+            "tokens": batch.input_ids[batch.logits_indices[:count]].tolist(),
+            "parents": state.parents[row, :count].tolist(),
+            "depths": state.depths[row, :count].tolist(),
+            "path": state.path[0, :length].tolist(),
+            "num_emitted": length,
+        }
+
+    def tree_snapshot(self) -> dict[str, Any] | None:
+        """The tree of batch row 0 in the last verify step, for display.
+
+        Returns tokens, parents and depths of its nodes (root first), the accepted path and the
+        number of emitted tokens. The first call returns None and starts the recording, which reads
+        device values in every step from then on.
+        """
+        self._tracing = True
+        return self._last_tree

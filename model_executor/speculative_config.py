@@ -1,0 +1,32 @@
+"""DDTree's settings inside vLLM's SpeculativeConfig."""
+
+from __future__ import annotations
+
+from pydantic import Field
+from vllm.config.speculative import SpeculativeConfig
+from vllm.config.utils import config
+
+from kdtree_runner.config import TreeConfig
+
+
+@config
+class TreeSpeculativeConfig(SpeculativeConfig):
+    """vLLM sees method "dflash" with N drafts a request; only our speculator drafts L positions.
+
+    The method stays "dflash" because about ten places of vLLM 0.32.0 compare the string.
+    """
+
+    tree_horizon: int = Field(default=7, ge=1)
+    """L, positions that the drafter fills in one pass."""
+    tree_spine: bool = False
+    """Whether the drafter's argmax chain is always in the tree."""
+
+    @property
+    def tree(self) -> TreeConfig:
+        """The frozen settings that the rest of the project reads."""
+        return TreeConfig(self.tree_horizon, self.num_speculative_tokens, self.tree_spine)
+
+    @property
+    def max_num_new_slots_for_drafting(self) -> int:
+        """Query tokens of one drafter pass beyond the anchor: L, where vLLM would charge N."""
+        return self.tree_horizon

@@ -1,0 +1,210 @@
+"""The target's side of a step: its token at every node, the walk down the tree, what is emitted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import SpeculativeConfig
+from vllm.config.model import PROCESSED_LOGPROBS_MODES
+from vllm.v1.outputs import LogprobsTensors
+from vllm.v1.worker.gpu.input_batch import InputBatch, get_num_sampled_and_rejected
+from vllm.v1.worker.gpu.metrics.logits import get_num_nans
+from vllm.v1.worker.gpu.sample.logprob import compute_topk_scores
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.sample.sampler import Sampler
+from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
+    RejectionSampler,
+    _iter_request_chunks,
+    get_max_chunk_logits,
+)
+
+from kdtree_runner import ops
+from kdtree_runner.spec_decode.tree import TreeState
+
+
+def needs_chain(params: Any, custom_processors: bool) -> bool:
+    """Whether a request's logits depend on the order in which its drafts stand.
+
+    params: vLLM's SamplingParams. Such requests get a chain-shaped tree, on which vLLM's own code
+    for chains (row i follows rows 1 .. i - 1) is right as it is.
+    """
+    return bool(
+        custom_processors
+        or params.frequency_penalty
+        or params.presence_penalty
+        or params.repetition_penalty != 1.0
+        or params.bad_words
+        or params.structured_outputs is not None
+        or params.thinking_token_budget is not None
+    )
+
+
+class TreeSampler(RejectionSampler):
+    """Draws the target's token at every node as the non-speculative sampler does, then walks.
+
+    The noise of a node is keyed by (seed, position = base + depth), the key that the same token
+    has without speculation. So greedy and seeded requests emit what the baseline emits, and no
+    rejection step is needed.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler,
+        spec_config: SpeculativeConfig,
+        device: torch.device,
+        state: TreeState,
+        commit: Callable[[InputBatch], None],
+    ) -> None:
+        """state: the trees. commit: called once the paths are known, moves the KV cache's rows."""
+        super().__init__(sampler, spec_config, device)
+        self.state = state
+        self.commit = commit
+
+    def __call__(
+        self,
+        logits: Tensor,
+        input_batch: InputBatch,
+        draft_logits: Tensor | None = None,
+        invalid_drafts: Tensor | None = None,
+    ) -> SamplerOutput:
+        """Sample a batch that holds drafts, and commit the accepted rows of the KV cache.
+
+        logits: [rows, V], row r of request b is its node r - cu_num_logits[b].
+        invalid_drafts: [rows] bool, drafts that a grammar does not allow, or None.
+        Overrides vLLM 0.32.0 v1/worker/gpu/spec_decode/rejection_sampler.py.
+        """
+        assert draft_logits is None, (
+            "drafts are trees: there is no proposal distribution of a chain"
+        )
+        sampler = self.sampler
+        num_nans = get_num_nans(logits) if sampler.compute_nans else None
+        tokens = self._node_tokens(input_batch, invalid_drafts)
+        num_reqs = input_batch.num_reqs
+        # A fresh tensor: the copy to the host may still read the last step's when this one writes.
+        emitted = tokens.new_empty(num_reqs, self.state.num_tokens)
+        chunks = [
+            self._sample_chunk(logits, input_batch, tokens, emitted, first, last)
+            for first, last in self._request_chunks(logits, input_batch)
+        ]
+        logprobs = self._join_logprobs([c for c in chunks if c is not None], num_reqs)
+        self.commit(input_batch)
+        num_sampled, num_rejected = get_num_sampled_and_rejected(
+            self.state.num_emitted[:num_reqs].clone(),
+            input_batch.seq_lens,
+            input_batch.cu_num_logits,
+            input_batch.idx_mapping,
+            sampler.req_states.prefill_len.gpu,
+        )
+        return SamplerOutput(
+            sampled_token_ids=emitted,
+            logprobs_tensors=logprobs,
+            num_nans=num_nans,
+            num_sampled=num_sampled,
+            num_rejected=num_rejected,
+        )
+
+    def _node_tokens(self, batch: InputBatch, invalid_drafts: Tensor | None) -> Tensor:
+        """[rows] int64, the token of each node, -1 where a draft must not be accepted."""
+        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
+        tokens = batch.input_ids[rows].long()
+        base = batch.positions[rows] - self.state.depths[batch.expanded_idx_mapping, node]
+        # Drafts of a step that starts inside the prompt are placeholders, never proposals.
+        prefill_len = self.sampler.req_states.prefill_len.gpu[batch.expanded_idx_mapping]
+        barred = (node > 0) & (base < prefill_len)
+        if invalid_drafts is not None:
+            barred |= invalid_drafts
+        return tokens.masked_fill_(barred, -1)
+
+    def _request_chunks(self, logits: Tensor, batch: InputBatch) -> Iterable[tuple[int, int]]:
+        """Runs of requests whose processed logits stay within vLLM's limit for one copy."""
+        limit = get_max_chunk_logits(logits.shape[1])
+        if logits.shape[0] <= limit:
+            return [(0, batch.num_reqs)]
+        return _iter_request_chunks(batch.cu_num_logits_np, limit)
+
+    def _sample_chunk(
+        self,
+        logits: Tensor,
+        batch: InputBatch,
+        tokens: Tensor,
+        emitted: Tensor,
+        first: int,
+        last: int,
+    ) -> LogprobsTensors | None:
+        """Requests first .. last - 1: draw every node's token, walk, and score what is emitted."""
+        sampler, state = self.sampler, self.state
+        low, high = int(batch.cu_num_logits_np[first]), int(batch.cu_num_logits_np[last])
+        rows = batch.logits_indices[low:high]
+        idx_np = batch.idx_mapping_np[first:last]
+        dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
+        targets, processed = sampler.sample(
+            logits[low:high],
+            batch.expanded_idx_mapping[low:high],
+            batch.idx_mapping[first:last],
+            idx_np,
+            batch.positions[rows],
+            batch.input_ids[rows],
+            batch.expanded_local_pos[low:high],
+            batch.seq_lens_cpu_upper_bound.numpy()[first:last],
+            return_logprobs=dims is not None,
+        )
+        row_start = batch.cu_num_logits[first : last + 1] - low
+        ops.tree_accept(
+            tokens[low:high],
+            targets,
+            row_start,
+            state.tree_rows[first:last],
+            state.parents,
+            state.path[first:last],
+            emitted[first:last],
+            state.num_emitted[first:last],
+        )
+        if dims is None:
+            return None
+        scored = (
+            processed if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES else logits[low:high]
+        )
+        return self._logprobs(scored, batch, emitted, row_start, dims, first, last)
+
+    def _logprobs(
+        self,
+        scored: Tensor,
+        batch: InputBatch,
+        emitted: Tensor,
+        row_start: Tensor,
+        dims: tuple[int, int],
+        first: int,
+        last: int,
+    ) -> LogprobsTensors:
+        """Scores of the rows of each path: A rows a request, in path order.
+
+        scored: [rows of the chunk, V]. A request's rows past its path are not read by vLLM.
+        """
+        sampler, width = self.sampler, self.state.path.shape[1]
+        rows = (row_start[:-1, None] + self.state.path[first:last]).flatten()
+        return compute_topk_scores(
+            scored[rows],
+            dims[0],
+            emitted[first:last, :width].flatten(),
+            None,
+            logprob_token_ids_state=sampler.logprob_token_ids_state,
+            expanded_idx_mapping=batch.idx_mapping[first:last].repeat_interleave(width),
+            max_per_req_token_ids=dims[1],
+            logits_mode=sampler.logprobs_mode in ("raw_logits", "processed_logits"),
+        )
+
+    def _join_logprobs(
+        self, chunks: list[LogprobsTensors], num_reqs: int
+    ) -> LogprobsTensors | None:
+        """All chunks as one, request b's tokens at rows b * A and on."""
+        if not chunks:
+            return None
+        width = self.state.path.shape[1]
+        starts = list(range(0, num_reqs * width + 1, width))
+        if len(chunks) == 1:
+            return chunks[0]._replace(cu_num_generated_tokens=starts)
+        return LogprobsTensors.cat(chunks, cu_num_generated_tokens=starts)
+

@@ -1,0 +1,131 @@
+"""The drafter's side of a step: one DFlash pass, then the draft tree of each request."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.config import VllmConfig
+from vllm.v1.worker.gpu.input_batch import InputBatch
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+
+from kdtree_runner import ops
+from kdtree_runner.config import TreeConfig
+from kdtree_runner.spec_decode.tree import TreeState
+
+
+class TreeSpeculator(DFlashSpeculator):
+    """vLLM's DFlash speculator with a horizon L of its own, whose drafts are the N nodes of a tree.
+
+    The scheduler and the request states know N (`num_speculative_tokens` of the engine); only this
+    class and its drafter see L.
+    """
+
+    _speculator_name = "DDTree"
+
+    def __init__(
+        self, vllm_config: VllmConfig, device: torch.device, tree: TreeConfig, state: TreeState
+    ) -> None:
+        self.tree = tree
+        self.state = state
+        config = copy.copy(vllm_config)
+        config.speculative_config = copy.copy(vllm_config.speculative_config)
+        assert config.speculative_config is not None
+        config.speculative_config.num_speculative_tokens = tree.horizon
+        super().__init__(config, device)
+        rows, k = self.max_num_reqs * tree.horizon, tree.topk
+        self.values = torch.zeros(1, rows, k, dtype=torch.float32, device=device)
+        self.ids = torch.zeros(1, rows, k, dtype=torch.int32, device=device)
+        self.lse = torch.zeros(1, rows, 3, dtype=torch.int64, device=device)
+        self.tree_tokens = torch.zeros(
+            self.max_num_reqs, tree.num_nodes, dtype=torch.int64, device=device
+        )
+        self.write_rows = torch.full((self.max_num_reqs,), -1, dtype=torch.int32, device=device)
+
+    def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Keep the K best tokens and the log-sum-exp of each drafted position.
+
+        hidden_states: [B * L, hidden]. Returns [B * L] int64, the best token of each position.
+        Overrides vLLM 0.32.0 v1/worker/gpu/spec_decode/speculator.py `sample_draft`; it runs inside
+        the drafter's CUDA graph, so that all outputs are persistent.
+        """
+        logits = self.compute_draft_logits(hidden_states, 0)
+        n = logits.shape[0]
+        ids = self.ids[0, :n]
+        ops.build_candidates(logits, self.values[0, :n], ids, self.lse[0, :n])
+        return ids[:, 0].clamp(min=0).long()
+
+    def _num_graph_context_tokens(self, num_reqs: int) -> int:
+        """Context rows that a captured draft step stores: one verify pass, 1 + N tokens a request."""
+        return min(num_reqs * self.tree.num_tokens, self.max_num_tokens)
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        input_batch: InputBatch,
+        attn_metadata: dict[str, Any],
+        slot_mappings: dict[str, Tensor],
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        *args: Any,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Draft L positions and grow each request's tree. Returns [B, N] int64, tokens of the nodes."""
+        if not dummy_run and input_batch.num_draft_tokens > 0:
+            self._put_in_sequence(input_batch, aux_hidden_states or [last_hidden_states])
+        super().propose(
+            input_batch,
+            attn_metadata,
+            slot_mappings,
+            last_hidden_states,
+            aux_hidden_states,
+            *args,
+            dummy_run=dummy_run,
+            **kwargs,
+        )
+        num_reqs = input_batch.num_reqs
+        tokens = self.tree_tokens[:num_reqs]
+        if not dummy_run:
+            # A dummy run's idx_mapping names slots of real requests: it must write no tree.
+            self.write_rows[:num_reqs].copy_(input_batch.idx_mapping)
+            self._grow(num_reqs, tokens)
+        return tokens
+
+    def _put_in_sequence(self, batch: InputBatch, hidden_states: list[Tensor]) -> None:
+        """The drafter's context is the accepted path: its rows and positions, in sequence.
+
+        The verify pass ran with position base + depth and one row a node. Here row and position of
+        node i become those of the i-th accepted token; what lies past the path is ignored.
+        """
+        state, num_reqs = self.state, batch.num_reqs
+        ops.kv_commit(
+            hidden_states,
+            None,
+            batch.query_start_loc[: num_reqs + 1],
+            state.path[:num_reqs],
+            state.num_emitted[:num_reqs],
+        )
+        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
+        batch.positions[rows] = batch.positions[rows - node] + node
+
+    def _grow(self, num_reqs: int, tokens: Tensor) -> None:
+        """Select the nodes of each request's tree from the candidates of this step's draft."""
+        rows = num_reqs * self.tree.horizon
+        state = self.state
+        ops.build_select(
+            self.values[:, :rows],
+            self.ids[:, :rows],
+            self.lse[:, :rows],
+            horizon=self.tree.horizon,
+            spine=self.tree.spine,
+            chain_only=state.chain_only,
+            tree_rows=self.write_rows[:num_reqs],
+            base=None,
+            tokens=tokens,
+            parents=state.parents,
+            depths=state.depths,
+            ancestors=state.ancestors,
+        )
