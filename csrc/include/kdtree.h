@@ -34,6 +34,7 @@ extern "C" {
 #define KDTREE_MAX_DEPTH 32   /* L */
 #define KDTREE_MAX_TOPK 64    /* K */
 #define KDTREE_MAX_LAYERS 128 /* caches one kv_commit call may move */
+#define KDTREE_MAX_VOCAB 262144 /* V, all shards together */
 
 typedef enum kdtree_status {
   KDTREE_OK = 0,
@@ -50,20 +51,25 @@ typedef enum kdtree_dtype {
   KDTREE_FLOAT8_E4M3 = 2 /* KV cache only, one scale a tensor */
 } kdtree_dtype;
 
-/* Partial log-sum-exp of one row over one part of the vocabulary. With y = x * log2(e) the terms 2^y fall into groups
- * g = ceil(y / 32). `group` is the highest group seen; `high` and `low` are the sums of the terms of groups `group` and
- * `group - 1`, each in units of 2^(32 * its group - 40). Integer sums, so that merging parts is exact: any order, any
- * sharding and any device give the same bits. An empty part is {INT32_MIN, 0, 0, 0}. 24 bytes. */
+/* Partial log-sum-exp of one row over one part of the vocabulary. A logit x is split as e^x = 2^n * p with
+ * n = round(x * log2(e)) and p in [0.70, 1.42], and counts as the integer round(p * 2^22) << (n mod 40) in group
+ * floor(n / 40). `group` is the highest group seen; two 80-bit sums hold the integers of `group` (high) and of
+ * `group - 1` (low), each with its top 16 bits apart. One unit of `high` is 2^(40 * group - 22). Integer sums, so that
+ * merging parts is exact: any order, any sharding and any device give the same bits; what lies more than a group below
+ * the largest term is dropped, less than 2^-40 of it each. The whole vocabulary has at most 2^18 tokens. An empty part is
+ * {INT32_MIN, 0, 0, 0, 0}. 24 bytes. */
 typedef struct kdtree_lse {
   int32_t group;
-  int32_t reserved; /* 0 */
+  uint16_t high_top;
+  uint16_t low_top;
   uint64_t high;
   uint64_t low;
 } kdtree_lse;
 
 /* First half of tree_build: the K largest logits of each row, and the row's log-sum-exp, over one vocabulary shard.
- * Larger value first, equal values by lower token id. NaN counts as -inf; -inf is never a candidate: a row with fewer
- * than K finite logits ends in {value -inf, id -1}. */
+ * Larger value first, equal values (-0 equals 0) by lower token id. NaN counts as -inf; -inf is never a candidate and
+ * adds nothing to the log-sum-exp: a row with fewer than K other logits ends in {value -inf, id -1}. In log-sum-exps and
+ * log-probabilities logits are clamped to [-2^20, 2^20]; values are given as they are. */
 typedef struct kdtree_candidates_params {
   int32_t device; /* kdtree_device */
   void* stream;   /* cudaStream_t, or NULL */
@@ -80,9 +86,10 @@ typedef struct kdtree_candidates_params {
 } kdtree_candidates_params;
 
 /* Second half of tree_build: merge the candidates of all shards, then grow the tree best-first: N times take the
- * prefix with the largest sum of log-probabilities among those not taken yet. Equal sums: lower parent node first, then
- * lower token id. Log-probabilities are int64 in units of 2^-32 (logit and log-sum-exp rounded apart), so sums are exact.
- * Nodes come in the order taken. With `spine`, the chain of each position's best candidate (as far as min(L, N) goes) is in
+ * prefix with the largest sum of log-probabilities among those not taken yet whose parent is taken. Equal sums: lower
+ * parent node first, then the better candidate (larger logit, then lower token id). Log-probabilities are int64 in units
+ * of 2^-32 (logit and log-sum-exp rounded apart, to nearest; one above 0 counts as 0), so sums are exact. Nodes come in the
+ * order taken. With `spine`, the chain of each position's best candidate (as far as min(L, N) goes) is in
  * the tree whatever its score: the other nodes are the best-first ones that leave room for it, and spine nodes that
  * best-first did not reach follow last, in depth order.
  *
@@ -167,7 +174,7 @@ typedef struct kdtree_accept_params {
   int32_t device;
   void* stream;
   int32_t batch;            /* B */
-  int32_t max_path;         /* A: the root and at most A - 1 accepted nodes */
+  int32_t max_path;         /* A in [1, 33]: the root and at most A - 1 accepted nodes */
   const int64_t* tokens;    /* [rows] token of each node; a negative token is never accepted */
   const int64_t* targets;   /* [rows] target's token at each node */
   const int32_t* row_start; /* [B + 1] */
@@ -188,7 +195,7 @@ typedef struct kdtree_commit_params {
   int32_t device;
   void* stream;
   int32_t batch;
-  int32_t max_path;               /* A */
+  int32_t max_path;               /* A in [1, 33] */
   int32_t num_layers;             /* in [0, 128] */
   void* const* layers;            /* host array of num_layers base pointers */
   int64_t row_bytes;              /* bytes of one row */
@@ -209,6 +216,10 @@ KDTREE_API kdtree_status kdtree_verify_attn(const kdtree_verify_attn_params* par
 KDTREE_API size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params);
 KDTREE_API kdtree_status kdtree_tree_accept(const kdtree_accept_params* params);
 KDTREE_API kdtree_status kdtree_kv_commit(const kdtree_commit_params* params);
+
+/* Threads that the CPU operators of this process may use, the caller's included; 0: one for every processor the process
+ * could run on when the library was loaded. Results do not depend on it. */
+KDTREE_API kdtree_status kdtree_set_cpu_threads(int32_t num_threads);
 
 /* Largest number of tokens a request that verify_attn takes as a tree: 256. Chains have no such bound. */
 KDTREE_API int32_t kdtree_max_qlen(void);

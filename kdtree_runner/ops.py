@@ -1,0 +1,622 @@
+"""The operators in Torch: torch.ops.kdtree.*, and a typed wrapper of each.
+
+All of them write into their arguments and return nothing. What they do is said in csrc/include/kdtree.h,
+and the names of sizes are its: B requests, N nodes, T = 1 + N, L horizon, K candidates, R rows of the
+tree state, A = L + 1, H heads, S vocabulary shards. CPU and CUDA tensors go to the same C interface.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+from torch import Tensor
+
+from kdtree_runner import native
+
+LIB = torch.library.Library("kdtree", "FRAGMENT")
+LSE_WORDS = native.LSE_WORDS
+
+_DTYPES = {
+    torch.float32: native.FLOAT32,
+    torch.bfloat16: native.BFLOAT16,
+    torch.float8_e4m3fn: native.FLOAT8_E4M3,
+    torch.uint8: native.FLOAT8_E4M3,  # how vLLM keeps a float8 cache
+}
+_KEY_DIM, _VALUE_DIM = 576, 512
+
+
+def _device_and_stream(tensor: Tensor) -> tuple[int, int | None]:
+    if tensor.is_cuda:
+        return native.CUDA, torch.cuda.current_stream(tensor.device).cuda_stream
+    return native.CPU, None
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _check(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
+    """A contiguous tensor of this dtype and shape; -1 is any size. None passes."""
+    if tensor is None:
+        return
+    got = tensor.shape
+    fits = len(got) == len(shape) and all(
+        want in (-1, size) for want, size in zip(shape, got, strict=True)
+    )
+    if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
+        wanted = f"{dtype} {list(shape)}, contiguous"
+        strides = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
+        raise ValueError(f"{name} must be {wanted}, got {tensor.dtype} {list(got)}{strides}")
+
+
+def _check_rows(name: str, tensor: Tensor, *shape: int) -> None:
+    """A tensor of this shape whose rows, its last dimension, are contiguous; -1 is any size."""
+    got = tensor.shape
+    fits = len(got) == len(shape) and all(
+        want in (-1, size) for want, size in zip(shape, got, strict=True)
+    )
+    if not fits or (tensor.stride(-1) != 1 and got[-1] > 1) or tensor.dtype not in _DTYPES:
+        wanted = f"float32, bfloat16 or float8 {list(shape)} with contiguous rows"
+        came = f"{tensor.dtype} {list(got)} with strides {tensor.stride()}"
+        raise ValueError(f"{name} must be {wanted}, got {came}")
+
+
+def _register(name: str, schema: str, implementation, fake=lambda *args, **kwargs: None):  # type: ignore[no-untyped-def]
+    """Define torch.ops.kdtree.`name` for CPU and CUDA tensors; returns its overload."""
+    LIB.define(f"{name}{schema}")
+    for key in ("CPU", "CUDA"):
+        LIB.impl(name, implementation, key)
+    torch.library.register_fake(f"kdtree::{name}", fake, lib=LIB)
+    return getattr(torch.ops.kdtree, name).default
+
+
+# ---- tree_build ------------------------------------------------------------------------------------
+
+
+def _candidates_params(
+    logits: Tensor, values: Tensor, ids: Tensor, lse: Tensor, vocab_offset: int
+) -> native.CandidatesParams:
+    _check_rows("logits", logits, -1, -1)
+    rows, topk = values.shape
+    _check("values", values, torch.float32, logits.shape[0], topk)
+    _check("ids", ids, torch.int32, rows, topk)
+    _check("lse", lse, torch.int64, rows, LSE_WORDS)
+    return native.CandidatesParams(
+        *_device_and_stream(logits),
+        _DTYPES[logits.dtype],
+        logits.data_ptr(),
+        logits.stride(0),
+        rows,
+        logits.shape[1],
+        vocab_offset,
+        topk,
+        values.data_ptr(),
+        ids.data_ptr(),
+        lse.data_ptr(),
+    )
+
+
+_native_build_candidates = native.operator("kdtree_build_candidates")
+
+
+def _build_candidates_impl(
+    logits: Tensor, values: Tensor, ids: Tensor, lse: Tensor, vocab_offset: int
+) -> None:
+    _native_build_candidates(_candidates_params(logits, values, ids, lse, vocab_offset))
+
+
+_build_candidates = _register(
+    "build_candidates",
+    "(Tensor logits, Tensor(a!) values, Tensor(b!) ids, Tensor(c!) lse, int vocab_offset) -> ()",
+    _build_candidates_impl,
+)
+
+
+def build_candidates(
+    logits: Tensor, values: Tensor, ids: Tensor, lse: Tensor, vocab_offset: int = 0
+) -> None:
+    """The K largest logits of each row, and its log-sum-exp, over one vocabulary shard.
+
+    logits: [rows, V] float32 or bfloat16; its column 0 is token `vocab_offset`.
+    values: out [rows, K] float32, larger first. ids: out [rows, K] int32, -1 past the last one.
+    lse: out [rows, 3] int64, a kdtree_lse each.
+    """
+    _build_candidates(logits, values, ids, lse, vocab_offset)
+
+
+def _select_params(
+    values: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    horizon: int,
+    spine: bool,
+    chain_only: Tensor | None,
+    tree_rows: Tensor | None,
+    base: Tensor | None,
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    positions: Tensor | None,
+    first_child: Tensor | None,
+    next_sibling: Tensor | None,
+    scores: Tensor | None,
+) -> native.SelectParams:
+    batch, num_nodes = tokens.shape
+    num_shards, rows, topk = values.shape
+    num_tree_rows, num_tokens = parents.shape
+    _check("values", values, torch.float32, num_shards, batch * horizon, topk)
+    _check("ids", ids, torch.int32, num_shards, rows, topk)
+    _check("lse", lse, torch.int64, num_shards, rows, LSE_WORDS)
+    _check("chain_only", chain_only, torch.bool, num_tree_rows)
+    _check("tree_rows", tree_rows, torch.int32, batch)
+    _check("base", base, torch.int64, batch)
+    _check("tokens", tokens, torch.int64, batch, num_nodes)
+    _check("parents", parents, torch.int32, num_tree_rows, num_nodes + 1)
+    _check("depths", depths, torch.int32, num_tree_rows, num_tokens)
+    _check("ancestors", ancestors, torch.int32, num_tree_rows, num_tokens, horizon + 1)
+    _check("positions", positions, torch.int64, batch, num_tokens)
+    _check("first_child", first_child, torch.int32, num_tree_rows, num_tokens)
+    _check("next_sibling", next_sibling, torch.int32, num_tree_rows, num_tokens)
+    _check("scores", scores, torch.int64, batch, num_nodes)
+    return native.SelectParams(
+        *_device_and_stream(tokens),
+        batch,
+        horizon,
+        num_nodes,
+        topk,
+        num_shards,
+        spine,
+        values.data_ptr(),
+        ids.data_ptr(),
+        lse.data_ptr(),
+        _pointer(chain_only),
+        _pointer(tree_rows),
+        _pointer(base),
+        num_tree_rows,
+        tokens.data_ptr(),
+        parents.data_ptr(),
+        depths.data_ptr(),
+        ancestors.data_ptr(),
+        _pointer(positions),
+        _pointer(first_child),
+        _pointer(next_sibling),
+        _pointer(scores),
+    )
+
+
+_native_build_select = native.operator("kdtree_build_select")
+
+
+def _build_select_impl(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
+    _native_build_select(_select_params(*args, **kwargs))
+
+
+_TREE_SCHEMA = (
+    "bool spine, Tensor? chain_only, Tensor? tree_rows, Tensor? base, Tensor(a!) tokens, "
+    "Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ancestors, Tensor(e!)? positions, "
+    "Tensor(f!)? first_child, Tensor(g!)? next_sibling, Tensor(h!)? scores"
+)
+_build_select = _register(
+    "build_select",
+    f"(Tensor values, Tensor ids, Tensor lse, int horizon, {_TREE_SCHEMA}) -> ()",
+    _build_select_impl,
+)
+
+
+def build_select(
+    values: Tensor,
+    ids: Tensor,
+    lse: Tensor,
+    *,
+    horizon: int,
+    spine: bool,
+    chain_only: Tensor | None,
+    tree_rows: Tensor | None,
+    base: Tensor | None,
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    positions: Tensor | None = None,
+    first_child: Tensor | None = None,
+    next_sibling: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> None:
+    """Merge the candidates of all shards and grow each request's tree best-first.
+
+    values: [S, B * L, K] float32. ids: [S, B * L, K] int32. lse: [S, B * L, 3] int64.
+    chain_only: [R] bool, requests that get the chain of best candidates alone.
+    tree_rows: [B] int32, row of the tree state to write, -1: none; None: row b.
+    base: [B] int64, position of the root; needed for `positions` alone.
+    tokens: out [B, N] int64. parents, depths: out [R, T] int32. ancestors: out [R, T, L + 1] int32.
+    positions: out [B, T] int64. first_child, next_sibling: out [R, T] int32.
+    scores: out [B, N] int64 in units of 2^-32.
+    """
+    _build_select(
+        values,
+        ids,
+        lse,
+        horizon,
+        spine,
+        chain_only,
+        tree_rows,
+        base,
+        tokens,
+        parents,
+        depths,
+        ancestors,
+        positions,
+        first_child,
+        next_sibling,
+        scores,
+    )
+
+
+_native_build_ddtree = native.operator("kdtree_build_ddtree")
+
+
+def _build_ddtree_impl(logits: Tensor, topk: int, *tree) -> None:  # type: ignore[no-untyped-def]
+    batch, horizon, vocab_size = logits.shape
+    rows = batch * horizon
+    values = logits.new_empty(1, rows, topk, dtype=torch.float32)
+    ids = logits.new_empty(1, rows, topk, dtype=torch.int32)
+    lse = logits.new_empty(1, rows, LSE_WORDS, dtype=torch.int64)
+    flat = logits.view(rows, vocab_size)
+    _native_build_ddtree(
+        native.BuildParams(
+            _candidates_params(flat, values[0], ids[0], lse[0], 0),
+            _select_params(values, ids, lse, horizon, *tree),
+        )
+    )
+
+
+_build_ddtree = _register(
+    "build_ddtree", f"(Tensor logits, int topk, {_TREE_SCHEMA}) -> ()", _build_ddtree_impl
+)
+
+
+def build_ddtree(
+    logits: Tensor,
+    topk: int,
+    *,
+    spine: bool,
+    chain_only: Tensor | None = None,
+    tree_rows: Tensor | None = None,
+    base: Tensor | None = None,
+    tokens: Tensor,
+    parents: Tensor,
+    depths: Tensor,
+    ancestors: Tensor,
+    positions: Tensor | None = None,
+    first_child: Tensor | None = None,
+    next_sibling: Tensor | None = None,
+    scores: Tensor | None = None,
+) -> None:
+    """build_candidates and build_select in one call, for an unsharded vocabulary. Allocates scratch.
+
+    logits: [B, L, V] float32 or bfloat16, positions of a request evenly strided over the batch.
+    topk: K. The other arguments are build_select's.
+    """
+    _build_ddtree(
+        logits,
+        topk,
+        spine,
+        chain_only,
+        tree_rows,
+        base,
+        tokens,
+        parents,
+        depths,
+        ancestors,
+        positions,
+        first_child,
+        next_sibling,
+        scores,
+    )
+
+
+# ---- verify_attn -----------------------------------------------------------------------------------
+
+
+def _verify_attn_params(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    tree_rows: Tensor | None,
+    depths: Tensor | None,
+    ancestors: Tensor | None,
+    softmax_scale: float,
+    kv_scale: float,
+    out: Tensor,
+    lse: Tensor | None,
+    workspace: Tensor | None,
+) -> native.VerifyAttnParams:
+    num_tokens, num_heads, _ = q.shape
+    num_pages, page_size, _ = kv_cache.shape
+    batch = seq_lens.shape[0]
+    _check_rows("q", q, num_tokens, num_heads, _KEY_DIM)
+    _check_rows("kv_cache", kv_cache, num_pages, page_size, _KEY_DIM)
+    _check_rows("out", out, num_tokens, num_heads, _VALUE_DIM)
+    assert out.dtype == q.dtype, f"out must be {q.dtype} like q, got {out.dtype}"
+    assert block_table.dtype == torch.int32 and block_table.stride(1) == 1, "block_table"
+    _check("seq_lens", seq_lens, torch.int32, batch)
+    _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
+    _check("lse", lse, torch.float32, num_tokens, num_heads)
+    tree_width = ancestor_width = 0
+    if tree_rows is not None:
+        if depths is None or ancestors is None:
+            raise ValueError("depths and ancestors must be given with tree_rows, got None")
+        num_tree_rows, tree_width, ancestor_width = ancestors.shape
+        _check("tree_rows", tree_rows, torch.int32, batch)
+        _check("depths", depths, torch.int32, num_tree_rows, tree_width)
+        _check("ancestors", ancestors, torch.int32, num_tree_rows, tree_width, ancestor_width)
+    return native.VerifyAttnParams(
+        *_device_and_stream(q),
+        batch,
+        num_tokens,
+        num_heads,
+        max_query_len,
+        _DTYPES[q.dtype],
+        _DTYPES[kv_cache.dtype],
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        kv_cache.data_ptr(),
+        kv_cache.stride(0),
+        kv_cache.stride(1),
+        page_size,
+        num_pages,
+        block_table.data_ptr(),
+        block_table.stride(0),
+        seq_lens.data_ptr(),
+        query_start_loc.data_ptr(),
+        _pointer(tree_rows),
+        _pointer(depths),
+        _pointer(ancestors),
+        tree_width,
+        ancestor_width,
+        softmax_scale,
+        kv_scale,
+        out.data_ptr(),
+        out.stride(0),
+        out.stride(1),
+        _pointer(lse),
+        _pointer(workspace),
+        0 if workspace is None else workspace.numel(),
+    )
+
+
+_native_verify_attn = native.operator("kdtree_verify_attn")
+
+
+def _verify_attn_impl(*args) -> None:  # type: ignore[no-untyped-def]
+    _native_verify_attn(_verify_attn_params(*args))
+
+
+_verify_attn = _register(
+    "verify_attn",
+    "(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
+    "int max_query_len, Tensor? tree_rows, Tensor? depths, Tensor? ancestors, float softmax_scale, "
+    "float kv_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
+    _verify_attn_impl,
+)
+
+
+def verify_attn(
+    q: Tensor,
+    kv_cache: Tensor,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    tree_rows: Tensor | None,
+    depths: Tensor | None,
+    ancestors: Tensor | None,
+    softmax_scale: float,
+    kv_scale: float,
+    out: Tensor,
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """MLA attention over a paged latent cache, for any mix of trees, chains and plain decodes.
+
+    A node's result is, bit for bit, that of the plain decode of its path.
+
+    q: [num_tokens, H, 576] float32 (CPU) or bfloat16. kv_cache: [pages, page, 576] of q's dtype, or
+    float8_e4m3 (uint8 is taken as such) in units of `kv_scale`. block_table: [B, max_pages] int32.
+    seq_lens: [B] int32, query tokens included. query_start_loc: [B + 1] int32.
+    tree_rows: [B] int32, row of depths [R, T] and ancestors [R, T, A] int32, -1: a chain; None: all are.
+    out: out [num_tokens, H, 512] of q's dtype. lse: out [num_tokens, H] float32, natural logarithm.
+    workspace: uint8, at least verify_attn_workspace() bytes.
+    """
+    _verify_attn(
+        q,
+        kv_cache,
+        block_table,
+        seq_lens,
+        query_start_loc,
+        max_query_len,
+        tree_rows,
+        depths,
+        ancestors,
+        softmax_scale,
+        kv_scale,
+        out,
+        lse,
+        workspace,
+    )
+
+
+def verify_attn_workspace(
+    q: Tensor, kv_cache: Tensor, block_table: Tensor, max_query_len: int
+) -> int:
+    """Bytes of workspace for verify_attn calls of at most these sizes; 0 on the CPU.
+
+    q, kv_cache, block_table: as for verify_attn; only sizes, types and devices are looked at.
+    """
+    params = native.VerifyAttnParams(
+        device=native.CUDA if q.is_cuda else native.CPU,
+        batch=block_table.shape[0],
+        num_tokens=q.shape[0],
+        num_heads=q.shape[1],
+        max_query_len=max_query_len,
+        q_dtype=_DTYPES[q.dtype],
+        kv_dtype=_DTYPES[kv_cache.dtype],
+        page_size=kv_cache.shape[1],
+        num_pages=kv_cache.shape[0],
+        block_table_stride=block_table.shape[1],
+    )
+    return int(native.load().kdtree_verify_attn_workspace(ctypes.byref(params)))
+
+
+# ---- tree_accept -----------------------------------------------------------------------------------
+
+_native_tree_accept = native.operator("kdtree_tree_accept")
+
+
+def _tree_accept_impl(
+    tokens: Tensor,
+    targets: Tensor,
+    row_start: Tensor,
+    tree_rows: Tensor | None,
+    parents: Tensor | None,
+    path: Tensor,
+    emitted: Tensor,
+    num_emitted: Tensor,
+) -> None:
+    batch, max_path = path.shape
+    _check("tokens", tokens, torch.int64, -1)
+    _check("targets", targets, torch.int64, tokens.shape[0])
+    _check("row_start", row_start, torch.int32, batch + 1)
+    _check("tree_rows", tree_rows, torch.int32, batch)
+    _check("parents", parents, torch.int32, -1, -1)
+    _check("path", path, torch.int32, batch, max_path)
+    _check("emitted", emitted, torch.int64, batch, -1)
+    _check("num_emitted", num_emitted, torch.int32, batch)
+    _native_tree_accept(
+        native.AcceptParams(
+            *_device_and_stream(tokens),
+            batch,
+            max_path,
+            tokens.data_ptr(),
+            targets.data_ptr(),
+            row_start.data_ptr(),
+            _pointer(tree_rows),
+            _pointer(parents),
+            0 if parents is None else parents.shape[1],
+            emitted.shape[1],
+            path.data_ptr(),
+            emitted.data_ptr(),
+            num_emitted.data_ptr(),
+        )
+    )
+
+
+_tree_accept = _register(
+    "tree_accept",
+    "(Tensor tokens, Tensor targets, Tensor row_start, Tensor? tree_rows, Tensor? parents, "
+    "Tensor(a!) path, Tensor(b!) emitted, Tensor(c!) num_emitted) -> ()",
+    _tree_accept_impl,
+)
+
+
+def tree_accept(
+    tokens: Tensor,
+    targets: Tensor,
+    row_start: Tensor,
+    tree_rows: Tensor | None,
+    parents: Tensor | None,
+    path: Tensor,
+    emitted: Tensor,
+    num_emitted: Tensor,
+) -> None:
+    """Walk each tree by the target's token at each node.
+
+    tokens, targets: [rows] int64, of request b from row_start[b] on, the root first.
+    row_start: [B + 1] int32. tree_rows: [B] int32, row of parents [R, T] int32, -1: a chain.
+    path: out [B, A] int32, the last node repeated past the end. emitted: out [B, W >= A] int64, 0 past
+    the end. num_emitted: out [B] int32, accepted nodes + 1; 0 for a request without rows.
+    """
+    _tree_accept(tokens, targets, row_start, tree_rows, parents, path, emitted, num_emitted)
+
+
+# ---- kv_commit -------------------------------------------------------------------------------------
+
+_native_kv_commit = native.operator("kdtree_kv_commit")
+
+
+def _kv_commit_impl(
+    layers: list[Tensor],
+    slots: Tensor | None,
+    query_start_loc: Tensor,
+    path: Tensor,
+    num_emitted: Tensor,
+) -> None:
+    if not layers:
+        return
+    batch, max_path = path.shape
+    first = layers[0]
+    shape, stride, dtype = first.shape, first.stride(), first.dtype
+    for layer in layers:
+        if layer.shape != shape or layer.stride() != stride or layer.dtype != dtype:
+            raise ValueError(
+                f"layers must all be {dtype} {list(shape)} with strides {stride}, "
+                f"got {layer.dtype} {list(layer.shape)} with strides {layer.stride()}"
+            )
+    num_dims = 2 if slots is None else 3
+    if first.dim() != num_dims or stride[-1] != 1:
+        raise ValueError(
+            f"layers must have {num_dims} dimensions and contiguous rows, "
+            f"got {list(shape)} with strides {stride}"
+        )
+    _check("slots", slots, torch.int64, -1)
+    _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
+    _check("path", path, torch.int32, batch, max_path)
+    _check("num_emitted", num_emitted, torch.int32, batch)
+    size = first.element_size()
+    _native_kv_commit(
+        native.CommitParams(
+            *_device_and_stream(first),
+            batch,
+            max_path,
+            len(layers),
+            (ctypes.c_void_p * len(layers))(*[layer.data_ptr() for layer in layers]),
+            shape[-1] * size,
+            stride[0] * size,
+            stride[-2] * size,
+            shape[1],
+            _pointer(slots),
+            query_start_loc.data_ptr(),
+            path.data_ptr(),
+            num_emitted.data_ptr(),
+        )
+    )
+
+
+_kv_commit = _register(
+    "kv_commit",
+    "(Tensor(a!)[] layers, Tensor? slots, Tensor query_start_loc, Tensor path, Tensor num_emitted) "
+    "-> ()",
+    _kv_commit_impl,
+)
+
+
+def kv_commit(
+    layers: list[Tensor],
+    slots: Tensor | None,
+    query_start_loc: Tensor,
+    path: Tensor,
+    num_emitted: Tensor,
+) -> None:
+    """Move the rows of each accepted path into sequence: node path[d] to node d, in every layer.
+
+    layers: caches [pages, page, width] with `slots`, else tensors [rows, width]; all of one shape,
+    dtype and strides, written in place. slots: [num_tokens] int64, cache slot of each query token,
+    negative: skipped. query_start_loc: [B + 1] int32. path: [B, A] int32. num_emitted: [B] int32.
+    """
+    _kv_commit(layers, slots, query_start_loc, path, num_emitted)
