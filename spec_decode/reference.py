@@ -271,7 +271,8 @@ def verify_attention(
     starts = query_start_loc.tolist()
     for b, (start, end) in enumerate(pairwise(starts)):
         length = int(seq_lens[b])
-        cached = kv_cache[block_table[b].long()].flatten(0, 1)[:length]
+        pages = block_table[b, : -(-length // kv_cache.shape[1])].long()
+        cached = kv_cache[pages].flatten(0, 1)
         base = length - (end - start)
         row = -1 if tree_rows is None else int(tree_rows[b])
         for node in range(end - start):

@@ -92,11 +92,14 @@ def check_tree(parents: Tensor, depths: Tensor, ancestors: Tensor, num_nodes: in
     parents: [T] int32. depths: [T] int32. ancestors: [T, A] int32. num_nodes: N, T = 1 + N.
     """
     width = ancestors.shape[-1]
-    wanted = {"parents": (num_nodes + 1,), "depths": (num_nodes + 1,)}
-    wanted["ancestors"] = (num_nodes + 1, width)
-    for name, tensor in (("parents", parents), ("depths", depths), ("ancestors", ancestors)):
-        if tuple(tensor.shape) != wanted[name]:
-            raise ValueError(f"{name} must have shape {wanted[name]}, got {tuple(tensor.shape)}")
+    row = (num_nodes + 1,)
+    for name, tensor, shape in (
+        ("parents", parents, row),
+        ("depths", depths, row),
+        ("ancestors", ancestors, (*row, width)),
+    ):
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name} must have shape {shape}, got {tuple(tensor.shape)}")
     parent, depth, paths = parents.tolist(), depths.tolist(), ancestors.tolist()
     padded = False
     for node in range(num_nodes + 1):
