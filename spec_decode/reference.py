@@ -17,14 +17,19 @@ from torch import Tensor
 
 SCORE_UNIT = 2.0**-32  # of fixed-point logits, log-sum-exps and scores, which are int64
 NO_SCORE = -(2**63)  # score of a padding node
+MAX_LOGIT = (
+    2.0**20
+)  # logits are clamped to +- this in log-probabilities, so that 32 of them fit int64
 
 
 def log_sum_exp(logits: Tensor) -> Tensor:
-    """Natural log-sum-exp of each row, NaN counting as -inf.
+    """Natural log-sum-exp of each row of clamped logits; NaN and -inf add nothing.
 
     logits: [rows, V]. Returns [rows] float64.
     """
-    return torch.logsumexp(_without_nan(logits.double()), dim=-1)
+    x = _without_nan(logits.double())
+    clamped = torch.where(x > -torch.inf, x.clamp(-MAX_LOGIT, MAX_LOGIT), x)
+    return torch.logsumexp(clamped, dim=-1)
 
 
 def _without_nan(logits: Tensor) -> Tensor:
@@ -76,6 +81,10 @@ class Node(NamedTuple):
     depth: int
 
 
+ROOT = Node(score=0, parent=-1, token=0, depth=0)
+PADDING = Node(score=NO_SCORE, parent=-1, token=0, depth=1)
+
+
 @dataclass
 class Trees:
     """A batch of trees; what kdtree_build_select writes.
@@ -104,10 +113,16 @@ def candidates_of(values: Tensor, ids: Tensor, lse: Tensor) -> list[list[Candida
     values: [L, K] float32. ids: [L, K] int32, -1 past the last one. lse: [L] float64.
     """
     found: list[list[Candidate]] = []
-    for row, row_ids, total in zip(values.tolist(), ids.tolist(), lse.tolist(), strict=True):
+    logits = values.clamp(-MAX_LOGIT, MAX_LOGIT).tolist()
+    for row, row_ids, total in zip(logits, ids.tolist(), lse.tolist(), strict=True):
         pairs = [(x, i) for x, i in zip(row, row_ids, strict=True) if i >= 0]
-        found.append([Candidate(fixed_point(x) - fixed_point(total), i) for x, i in pairs])
+        found.append([Candidate(log_probability(x, total), i) for x, i in pairs])
     return found
+
+
+def log_probability(logit: float, lse: float) -> int:
+    """In units of 2^-32; at most 0, whatever rounding says."""
+    return min(fixed_point(logit) - fixed_point(lse), 0)
 
 
 def select_best_first(
@@ -115,33 +130,34 @@ def select_best_first(
 ) -> list[Node]:
     """Take N times the best prefix whose parent is taken; node 1 + i is the i-th of the result.
 
-    Equal scores: lower parent node first, then lower token id. The chain of the first `num_spine`
-    positions' best candidates is in the tree whatever its score: best-first stops where only its
-    missing nodes still fit, and they follow in depth order.
+    candidates: of each position, best first. Equal scores: lower parent node first, then the better
+    candidate. The chain of the first `num_spine` positions' best candidates is in the tree whatever
+    its score: best-first stops where only its missing nodes still fit; they follow in depth order.
     """
-    nodes: list[Node] = []
+    taken = [ROOT]
     spine = [0]  # its nodes taken so far, the root first
-    frontier: list[tuple[int, int, int, int]] = []  # -score, parent, token, depth
+    frontier: list[tuple[int, int, int]] = []  # -score, parent, rank of the candidate
 
-    def take(score: int, parent: int, token: int, depth: int) -> None:
-        nodes.append(Node(score, parent, token, depth))
-        if depth <= num_spine and parent == spine[-1] and token == candidates[depth - 1][0].token:
-            spine.append(len(nodes))
-        extend(len(nodes), score, depth)
+    def take(parent: int, rank: int) -> None:
+        depth = taken[parent].depth + 1
+        log_prob, token = candidates[depth - 1][rank]
+        taken.append(Node(taken[parent].score + log_prob, parent, token, depth))
+        if depth <= num_spine and parent == spine[-1] and rank == 0:
+            spine.append(len(taken) - 1)
+        extend(len(taken) - 1)
 
-    def extend(node: int, score: int, depth: int) -> None:
-        for log_prob, token in candidates[depth] if depth < len(candidates) else ():
-            heapq.heappush(frontier, (-(score + log_prob), node, token, depth + 1))
+    def extend(node: int) -> None:
+        score, depth = taken[node].score, taken[node].depth
+        for rank, (log_prob, _) in enumerate(candidates[depth] if depth < len(candidates) else ()):
+            heapq.heappush(frontier, (-(score + log_prob), node, rank))
 
-    extend(0, 0, 0)
-    while frontier and num_nodes - len(nodes) > num_spine - (len(spine) - 1):
-        cost, parent, token, depth = heapq.heappop(frontier)
-        take(-cost, parent, token, depth)
-    for depth in range(len(spine), num_spine + 1):
-        parent, best = spine[-1], candidates[depth - 1][0]
-        score = nodes[parent - 1].score if parent else 0
-        take(score + best.log_prob, parent, best.token, depth)
-    return nodes
+    extend(0)
+    while frontier and num_nodes - len(taken) > num_spine - len(spine):  # both hold the root
+        _, parent, rank = heapq.heappop(frontier)
+        take(parent, rank)
+    while len(spine) <= num_spine:
+        take(spine[-1], 0)
+    return taken[1:]
 
 
 def spine_length(candidates: Sequence[Sequence[Candidate]], num_nodes: int) -> int:
@@ -177,9 +193,7 @@ def build_select(
 
 def pack_trees(picked: Sequence[Sequence[Node]], num_nodes: int, horizon: int) -> Trees:
     """Trees as tensors, filled up to N nodes with padding. picked: the nodes of each request."""
-    root = Node(score=0, parent=-1, token=0, depth=0)
-    padding = Node(score=NO_SCORE, parent=-1, token=0, depth=1)
-    rows = [[root, *nodes] + [padding] * (num_nodes - len(nodes)) for nodes in picked]
+    rows = [[ROOT, *nodes] + [PADDING] * (num_nodes - len(nodes)) for nodes in picked]
     parents = torch.tensor([[n.parent for n in row] for row in rows], dtype=torch.int32)
     depths = torch.tensor([[n.depth for n in row] for row in rows], dtype=torch.int32)
     first_child, next_sibling = child_lists(parents)

@@ -67,7 +67,10 @@ def prefixes_of(nodes: Sequence[Node]) -> list[Prefix]:
 
 
 def rescanned(candidates: Sequence[Sequence[Candidate]], num_nodes: int) -> list[Prefix]:
-    """Best-first by looking at every prefix for every node: score, then parent node, then token."""
+    """Best-first by looking at every prefix for every node: score, then parent node, then token.
+
+    Here equal scores of siblings mean equal logits, of which the lower token is the better.
+    """
     scores, order = all_prefixes(candidates), {(): 0}
     for _ in range(num_nodes):
         open_prefixes = [p for p in scores if p not in order and p[:-1] in order]
@@ -268,6 +271,24 @@ def test_selection_stops_at_a_position_without_candidates() -> None:
         trees = build_select(values, ids, log_sum_exp(logits)[None], 5, spine)
         assert trees.parents.tolist() == [[-1, 0, 0, -1, -1, -1]]
         assert trees.tokens.tolist() == [[0, 1, 0, 0, 0]]
+
+
+def test_equal_scores_of_unequal_logits_go_by_logit() -> None:
+    # Both logits round to 0 units of 2^-32, and token 3 has the lower id.
+    values, ids = torch.tensor([[[2e-11, 1e-11]]]), torch.tensor([[[8, 3]]], dtype=torch.int32)
+    trees = build_select(values, ids, torch.ones(1, 1, dtype=torch.float64), 2)
+    assert trees.tokens.tolist() == [[8, 3]]
+    assert trees.scores[0, 0] == trees.scores[0, 1] == -(2**32)
+
+
+def test_extreme_logits_are_clamped_and_log_probabilities_at_most_0() -> None:
+    logits = torch.tensor([[3e38, -3e38, -math.inf]])
+    assert log_sum_exp(logits).tolist() == [2.0**20]
+    values, ids = (t[None] for t in top_candidates(logits, 3))
+    trees = build_select(values, ids, log_sum_exp(logits)[None], 3)
+    assert trees.scores.tolist() == [[0, -(2**53), NO_SCORE]]
+    rounded_down = log_sum_exp(logits)[None] - 1.0
+    assert build_select(values, ids, rounded_down, 1).scores.tolist() == [[0]]
 
 
 def test_scores_round_logit_and_log_sum_exp_apart() -> None:
