@@ -37,29 +37,25 @@ def _pointer(tensor: Tensor | None) -> int | None:
 
 
 def _check(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
-    """A contiguous tensor of this dtype and shape; -1 is any size. None passes."""
-    if tensor is None:
+    """A contiguous tensor of this dtype and shape. None passes."""
+    if tensor is None or (
+        tensor.shape == shape and tensor.dtype == dtype and tensor.is_contiguous()
+    ):
         return
-    got = tensor.shape
-    fits = len(got) == len(shape) and all(
-        want in (-1, size) for want, size in zip(shape, got, strict=True)
-    )
-    if not fits or tensor.dtype != dtype or not tensor.is_contiguous():
-        wanted = f"{dtype} {list(shape)}, contiguous"
-        strides = "" if tensor.is_contiguous() else f" with strides {tensor.stride()}"
-        raise ValueError(f"{name} must be {wanted}, got {tensor.dtype} {list(got)}{strides}")
+    wanted = f"{dtype} {list(shape)}, contiguous"
+    raise ValueError(f"{name} must be {wanted}, got {_describe(tensor)}")
 
 
 def _check_rows(name: str, tensor: Tensor, *shape: int) -> None:
-    """A tensor of this shape whose rows, its last dimension, are contiguous; -1 is any size."""
-    got = tensor.shape
-    fits = len(got) == len(shape) and all(
-        want in (-1, size) for want, size in zip(shape, got, strict=True)
-    )
-    if not fits or (tensor.stride(-1) != 1 and got[-1] > 1) or tensor.dtype not in _DTYPES:
-        wanted = f"float32, bfloat16 or float8 {list(shape)} with contiguous rows"
-        came = f"{tensor.dtype} {list(got)} with strides {tensor.stride()}"
-        raise ValueError(f"{name} must be {wanted}, got {came}")
+    """A tensor of this shape whose rows, its last dimension, are contiguous."""
+    if tensor.shape == shape and tensor.stride(-1) == 1 and tensor.dtype in _DTYPES:
+        return
+    wanted = f"float32, bfloat16 or float8_e4m3 {list(shape)} with contiguous rows"
+    raise ValueError(f"{name} must be {wanted}, got {_describe(tensor)}")
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
 
 
 def _register(name: str, schema: str, implementation, fake=lambda *args, **kwargs: None):  # type: ignore[no-untyped-def]
@@ -77,9 +73,10 @@ def _register(name: str, schema: str, implementation, fake=lambda *args, **kwarg
 def _candidates_params(
     logits: Tensor, values: Tensor, ids: Tensor, lse: Tensor, vocab_offset: int
 ) -> native.CandidatesParams:
-    _check_rows("logits", logits, -1, -1)
-    rows, topk = values.shape
-    _check("values", values, torch.float32, logits.shape[0], topk)
+    rows, vocab_size = logits.shape
+    topk = values.shape[1]
+    _check_rows("logits", logits, rows, vocab_size)
+    _check("values", values, torch.float32, rows, topk)
     _check("ids", ids, torch.int32, rows, topk)
     _check("lse", lse, torch.int64, rows, LSE_WORDS)
     return native.CandidatesParams(
@@ -88,7 +85,7 @@ def _candidates_params(
         logits.data_ptr(),
         logits.stride(0),
         rows,
-        logits.shape[1],
+        vocab_size,
         vocab_offset,
         topk,
         values.data_ptr(),
@@ -490,13 +487,16 @@ def _tree_accept_impl(
     num_emitted: Tensor,
 ) -> None:
     batch, max_path = path.shape
-    _check("tokens", tokens, torch.int64, -1)
-    _check("targets", targets, torch.int64, tokens.shape[0])
+    num_rows, emitted_width = tokens.numel(), emitted.shape[1]
+    tree_width = 0 if parents is None else parents.shape[1]
+    _check("tokens", tokens, torch.int64, num_rows)
+    _check("targets", targets, torch.int64, num_rows)
     _check("row_start", row_start, torch.int32, batch + 1)
     _check("tree_rows", tree_rows, torch.int32, batch)
-    _check("parents", parents, torch.int32, -1, -1)
+    if parents is not None:
+        _check("parents", parents, torch.int32, parents.shape[0], tree_width)
     _check("path", path, torch.int32, batch, max_path)
-    _check("emitted", emitted, torch.int64, batch, -1)
+    _check("emitted", emitted, torch.int64, batch, emitted_width)
     _check("num_emitted", num_emitted, torch.int32, batch)
     _native_tree_accept(
         native.AcceptParams(
@@ -508,8 +508,8 @@ def _tree_accept_impl(
             row_start.data_ptr(),
             _pointer(tree_rows),
             _pointer(parents),
-            0 if parents is None else parents.shape[1],
-            emitted.shape[1],
+            tree_width,
+            emitted_width,
             path.data_ptr(),
             emitted.data_ptr(),
             num_emitted.data_ptr(),
@@ -574,7 +574,8 @@ def _kv_commit_impl(
             f"layers must have {num_dims} dimensions and contiguous rows, "
             f"got {list(shape)} with strides {stride}"
         )
-    _check("slots", slots, torch.int64, -1)
+    if slots is not None:
+        _check("slots", slots, torch.int64, slots.numel())
     _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
     _check("path", path, torch.int32, batch, max_path)
     _check("num_emitted", num_emitted, torch.int32, batch)

@@ -4,6 +4,7 @@
 #include "common/dtype.h"
 #include "common/exact_math.h"
 #include "common/isa.h"
+#include "common/simd.h"
 
 namespace kdtree {
 namespace KDTREE_ISA {
@@ -15,19 +16,14 @@ constexpr int kBlock = 128;  // logits looked at together; most blocks hold noth
 // The largest of n values, NaN left out.
 template <class T>
 float block_max(const T* x, int n) {
-  constexpr int kLanes = 16;
-  float lanes[kLanes];
-  for (float& lane : lanes) lane = kNegativeInfinity;
+  Vec max_lanes = broadcast(kNegativeInfinity);
   int i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    for (int j = 0; j < kLanes; ++j) {
-      const float value = to_float(x[i + j]);
-      lanes[j] = value > lanes[j] ? value : lanes[j];
-    }
-  }
+  for (; i + kLanes <= n; i += kLanes) max_lanes = max(load(x + i), max_lanes);
+  float lanes[kLanes];
+  store(lanes, max_lanes);
   float max = kNegativeInfinity;
-  for (; i < n; ++i) max = to_float(x[i]) > max ? to_float(x[i]) : max;
   for (const float lane : lanes) max = lane > max ? lane : max;
+  for (; i < n; ++i) max = to_float(x[i]) > max ? to_float(x[i]) : max;
   return max;
 }
 
