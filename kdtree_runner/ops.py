@@ -339,8 +339,10 @@ def _verify_attn_params(
     _check_rows("q", q, num_tokens, num_heads, _KEY_DIM)
     _check_rows("kv_cache", kv_cache, num_pages, page_size, _KEY_DIM)
     _check_rows("out", out, num_tokens, num_heads, _VALUE_DIM)
-    assert out.dtype == q.dtype, f"out must be {q.dtype} like q, got {out.dtype}"
-    assert block_table.dtype == torch.int32 and block_table.stride(1) == 1, "block_table"
+    if out.dtype != q.dtype:
+        raise ValueError(f"out must be of q's dtype {q.dtype}, got {out.dtype}")
+    if block_table.dtype != torch.int32 or block_table.stride(1) != 1:
+        raise ValueError(f"block_table must be int32 rows, got {_describe(block_table)}")
     _check("seq_lens", seq_lens, torch.int32, batch)
     _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
     _check("lse", lse, torch.float32, num_tokens, num_heads)
