@@ -13,3 +13,11 @@ def one_torch_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(num_threads)
+
+
+@pytest.fixture(params=["cpu", "cuda"], scope="package")
+def device(request: pytest.FixtureRequest) -> torch.device:
+    """Where the native operators run; the reference stays on the CPU."""
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    return torch.device(request.param)
