@@ -1,0 +1,277 @@
+"""The process that holds one engine: `python -m kdtree_runner.cli.child JOB.json FD`.
+
+A process of its own gives all memory back when it ends, and may crash. It runs one job and writes
+events to the pipe FD, one JSON object a line; whatever vLLM prints goes to the parent's log file.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+PROGRESS_INTERVAL = 0.2  # seconds between progress events
+WARMUP_TOKENS = 4  # compiles what compiles lazily, before the clock runs
+WARMUP_PROMPT = 8  # prompt tokens of the warm-up: less than a page, so the prefix cache stays empty
+
+
+class Refused(Exception):
+    """The job itself is wrong: the user's mistake, not the engine's."""
+
+
+class Channel:
+    """Events to the parent."""
+
+    def __init__(self, fd: int) -> None:
+        os.set_inheritable(fd, False)  # engine workers must not keep the pipe open
+        self._file = os.fdopen(fd, "w", encoding="utf-8")
+
+    def send(self, event: str, **fields: Any) -> None:
+        self._file.write(json.dumps({"event": event, **fields}) + "\n")
+        self._file.flush()
+
+
+def main(argv: list[str]) -> int:
+    job = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
+    channel = Channel(int(argv[2]))
+    _end_with_parent()
+    try:
+        run_job(job, channel)
+    except Exception as error:  # noqa: BLE001 (whatever it is, the parent has to hear of it)
+        traceback.print_exc()  # into the log
+        kind = "refused" if _is_refusal(error) else "failed"
+        channel.send("error", kind=kind, message=f"{error}" or type(error).__name__)
+        return 1
+    return 0
+
+
+def _end_with_parent() -> None:
+    """Let no engine outlive the command: our standard input ends when the parent does."""
+
+    def wait() -> None:
+        os.read(0, 1)
+        os.killpg(0, signal.SIGKILL)
+
+    threading.Thread(target=wait, daemon=True).start()
+
+
+def _is_refusal(error: BaseException) -> bool:
+    """Whether vLLM or we refused the arguments before an engine was made of them."""
+    if isinstance(error, Refused):
+        return True
+    from kdtree_runner.config import UnsupportedError
+
+    frames = traceback.extract_tb(error.__traceback__)
+    in_arguments = any(f.filename.endswith("vllm/engine/arg_utils.py") for f in frames)
+    return isinstance(error, UnsupportedError) or (
+        isinstance(error, (ValueError, OSError)) and in_arguments
+    )
+
+
+def run_job(job: dict[str, Any], channel: Channel) -> None:
+    """Make the engine, run every prompt, report."""
+    started = time.perf_counter()
+    llm = make_engine(job["engine"], channel)
+    prompts = tokenize(llm, job["prompts"])
+    channel.send("ready", startup_seconds=time.perf_counter() - started)
+    run = Run(llm, prompts, job, channel)
+    run.warm_up()
+    before = acceptance(llm)
+    run.generate()
+    result = {
+        "records": run.records,
+        "seconds": run.seconds,
+        "num_engine_steps": run.num_engine_steps,
+        "acceptance": (acceptance(llm) - before).to_dict(),
+        **describe(llm),
+    }
+    channel.send("result", **result)
+
+
+def make_engine(args: dict[str, Any], channel: Channel) -> Any:
+    """vllm.LLM, with the engine core in this process, where a step is a call we can time."""
+    channel.send("phase", name="importing vLLM")
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    from vllm import LLM
+
+    speculation = args.get("speculative_config")
+    if speculation and "num_speculative_tokens" not in speculation:
+        from vllm.transformers_utils.config import get_config
+
+        from kdtree_runner.config import draft_block_size
+
+        draft = get_config(speculation["model"], args["trust_remote_code"])
+        speculation["num_speculative_tokens"] = draft_block_size(draft) - 1
+    channel.send("phase", name="loading the model")
+    return LLM(**args)
+
+
+def tokenize(llm: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
+    """Token ids of every prompt, checked against the model's length and vocabulary."""
+    tokenizer = llm.get_tokenizer()
+    config = llm.llm_engine.vllm_config.model_config
+    max_len, vocab = config.max_model_len, config.get_vocab_size()
+    result = []
+    for i, prompt in enumerate(prompts):
+        ids = _token_ids(tokenizer, prompt)
+        if not 1 <= len(ids) < max_len:
+            raise Refused(f"prompt {i}: wanted 1 to {max_len - 1} tokens, got {len(ids)}")
+        if max(ids) >= vocab:
+            raise Refused(f"prompt {i}: wanted token ids below {vocab}, got {max(ids)}")
+        result.append(ids)
+    return result
+
+
+def _token_ids(tokenizer: Any, prompt: dict[str, Any]) -> list[int]:
+    if "prompt_token_ids" in prompt:
+        return list(prompt["prompt_token_ids"])
+    if "messages" in prompt:
+        text = tokenizer.apply_chat_template(
+            prompt["messages"], add_generation_prompt=True, tokenize=False
+        )
+        return list(tokenizer.encode(text, add_special_tokens=False))
+    return list(tokenizer.encode(prompt["prompt"]))
+
+
+class Run:
+    """One pass over the prompts. Only the engine's own steps are timed."""
+
+    def __init__(self, llm: Any, prompts: list[list[int]], job: dict[str, Any], channel: Channel):
+        self.llm, self.job, self.channel = llm, job, channel
+        self.tokenizer = llm.get_tokenizer()
+        self.records: list[dict[str, Any]] = [
+            {"prompt_token_ids": ids, "token_ids": [], "finish_reason": None, "text": ""}
+            | {"num_steps": 0, "top_gap": [] if job["logprobs"] else None}
+            for ids in prompts
+        ]
+        self.seconds = 0.0
+        self.num_engine_steps = 0
+        self.last_progress = 0.0
+        self.last_tree: Any = None
+
+    def warm_up(self) -> None:
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=WARMUP_TOKENS, ignore_eos=True)
+        ids = self.records[0]["prompt_token_ids"][:WARMUP_PROMPT]
+        self.llm.generate([{"prompt_token_ids": ids}], params, use_tqdm=False)
+
+    def generate(self) -> None:
+        """All prompts together, or one after another where the job says so."""
+        indices = list(range(len(self.records)))
+        groups = [[i] for i in indices] if self.job["one_by_one"] else [indices]
+        for group in groups:
+            for index in group:
+                self._add(index)
+            while self.llm.llm_engine.has_unfinished_requests():
+                self._step()
+
+    def _add(self, index: int) -> None:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        sampling = dict(self.job["sampling"])
+        params = SamplingParams(
+            **sampling | {"seed": sampling["seed"] + index},
+            logprobs=self.job["logprobs"] or None,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": self.records[index]["prompt_token_ids"]}
+        self.llm.llm_engine.add_request(str(index), prompt, params)
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        outputs = self.llm.llm_engine.step()
+        self.seconds += time.perf_counter() - start
+        emitted = [self._take(output) for output in outputs]
+        self.num_engine_steps += any(emitted)
+        now = time.monotonic()
+        if now - self.last_progress > PROGRESS_INTERVAL:
+            self.last_progress = now
+            counts = [len(record["token_ids"]) for record in self.records]
+            finished = sum(record["finish_reason"] is not None for record in self.records)
+            self.channel.send("progress", tokens=sum(counts), finished=finished)
+
+    def _take(self, output: Any) -> bool:
+        """Add what one request emitted in this step to its record. Returns whether it did."""
+        index, delta = int(output.request_id), output.outputs[0]
+        record = self.records[index]
+        ids = list(delta.token_ids)
+        record["token_ids"] += ids
+        record["text"] += delta.text
+        record["finish_reason"] = delta.finish_reason
+        record["num_steps"] += bool(ids)
+        if self.job["logprobs"]:
+            record["top_gap"] += [top_gap(entry) for entry in delta.logprobs or []]
+        if self.job["stream"] and ids:
+            fields = {"index": index, "text": delta.text, "num_tokens": len(ids)}
+            self.channel.send("step", **fields, seconds=self.seconds)
+            if self.job["snapshots"] and index == 0:
+                self._send_tree(record["num_steps"])
+        return bool(ids)
+
+    def _send_tree(self, step: int) -> None:
+        snapshot = self.llm.collective_rpc("tree_snapshot")[0]
+        if not snapshot or snapshot == self.last_tree:
+            return
+        self.last_tree = snapshot
+        texts = [self.tokenizer.decode([token]) for token in snapshot["tokens"]]
+        self.channel.send("tree", step=step, texts=texts, **snapshot)
+
+
+def top_gap(entry: dict[int, Any]) -> float | None:
+    """By how much the best token's log-probability led the second best's at one position."""
+    best = sorted((value.logprob for value in entry.values()), reverse=True)
+    gap = best[0] - best[1] if len(best) > 1 else math.inf
+    return gap if math.isfinite(gap) else None
+
+
+def acceptance(llm: Any) -> Any:
+    """AcceptanceStats of the engine so far, from vLLM's own counters; all 0 without speculation."""
+    from kdtree_runner.spec_decode.stats import AcceptanceStats
+
+    values: dict[str, Any] = {}
+    for metric in llm.get_metrics():
+        if metric.name.startswith("vllm:spec_decode_"):
+            key = metric.name.removeprefix("vllm:spec_decode_")
+            values[key] = getattr(metric, "value", None) or getattr(metric, "values", None) or 0
+    per_pos = values.get("num_accepted_tokens_per_pos") or ()
+    return AcceptanceStats(
+        num_drafts=values.get("num_drafts", 0),
+        num_draft_tokens=values.get("num_draft_tokens", 0),
+        num_accepted_tokens=values.get("num_accepted_tokens", 0),
+        num_accepted_per_pos=tuple(per_pos),
+    )
+
+
+def describe(llm: Any) -> dict[str, Any]:
+    """On what the engine ran: dtype, length, devices, and the attention classes of its layers."""
+    from kdtree_runner.cli.devices import device_names
+
+    config = llm.llm_engine.vllm_config
+    return {
+        "dtype": str(config.model_config.dtype).removeprefix("torch."),
+        "max_model_len": config.model_config.max_model_len,
+        "devices": device_names(config.parallel_config.world_size),
+        "attention": sorted(set(_attention_classes(llm))),
+    }
+
+
+def _attention_classes(llm: Any) -> Iterator[str]:
+    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
+    for layer in layers.values():
+        backend = getattr(layer, "attn_backend", None)
+        if backend is not None:
+            yield backend.get_name()
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

@@ -1,0 +1,125 @@
+"""What an engine of a check is: its mode, its settings, and the arguments that vLLM gets for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kdtree_runner.config import ATTENTION_BACKEND, METHOD
+from kdtree_runner.platform import is_cpu_build
+
+Kind = Literal["plain", "chain", "tree"]
+
+# On a CPU vLLM would take half of the machine's memory for the cache; a check needs little.
+CPU_KV_CACHE_BYTES = 1 << 30
+NUM_LOGPROBS = 2  # the baseline's two best tokens: their gap tells a tie from a divergence
+CONTROL_BATCH = 8  # max_num_seqs of the control when the baseline's is 1
+
+
+@dataclass(frozen=True)
+class Mode:
+    """How one engine decodes: without speculation, vLLM's DFlash chain, or a tree of N nodes."""
+
+    kind: Kind
+    budget: int | None = None  # N, of a tree
+    is_control: bool = False  # the baseline once more, at another batch size
+
+    @property
+    def label(self) -> str:
+        if self.is_control:
+            return "control"
+        return f"tree {self.budget}" if self.kind == "tree" else self.kind
+
+
+@dataclass(frozen=True)
+class EngineSettings:
+    """What the engines of one check share. None leaves the choice to vLLM.
+
+    horizon: L, positions drafted in one pass; None: the drafter's block size - 1.
+    batch_size: requests decoded together at most (max_num_seqs).
+    """
+
+    model: str
+    drafter: str
+    horizon: int | None = None
+    batch_size: int = 8
+    dtype: str = "auto"
+    max_model_len: int | None = None
+    tensor_parallel_size: int = 1
+    executor: str | None = None
+    enforce_eager: bool = False
+    gpu_memory_utilization: float | None = None
+    trust_remote_code: bool = False
+    language_model_only: bool = False
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are chosen. Prompt i draws with seed + i, so that every run draws the same."""
+
+    max_tokens: int
+    temperature: float = 0.0
+    seed: int = 0
+    top_k: int = 0
+    top_p: float = 1.0
+    ignore_eos: bool = False
+
+
+def batch_size(mode: Mode, settings: EngineSettings) -> int:
+    """Requests decoded together at most; the control's differs from everyone else's."""
+    if not mode.is_control:
+        return settings.batch_size
+    return 1 if settings.batch_size > 1 else CONTROL_BATCH
+
+
+def engine_args(mode: Mode, settings: EngineSettings) -> dict[str, Any]:
+    """Keyword arguments of vllm.LLM for one mode, JSON-ready.
+
+    The only place that decides how the baseline and the speculative engines differ: in
+    speculative_config, and in nothing else. All run the attention backend KDTREE_MLA, which on a
+    CPU serves every MLA model and on a GPU has to be named.
+    """
+    args: dict[str, Any] = {
+        "model": settings.model,
+        "dtype": settings.dtype,
+        "seed": 0,
+        "max_num_seqs": batch_size(mode, settings),
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "enforce_eager": settings.enforce_eager,
+        "trust_remote_code": settings.trust_remote_code,
+        "disable_log_stats": False,  # the counters of drafts and acceptance
+    }
+    if settings.max_model_len is not None:
+        args["max_model_len"] = settings.max_model_len
+    if settings.executor is not None:
+        args["distributed_executor_backend"] = settings.executor
+    if settings.language_model_only:
+        args["language_model_only"] = True
+    if settings.gpu_memory_utilization is not None:
+        args["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    if is_cpu_build():
+        args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+    else:
+        args["attention_config"] = {"backend": ATTENTION_BACKEND}
+    speculation = speculative_config(mode, settings)
+    if speculation is not None:
+        args["speculative_config"] = speculation
+    return args
+
+
+def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] | None:
+    """vLLM's speculative_config for one mode; None without speculation."""
+    if mode.kind == "plain":
+        return None
+    method = METHOD if mode.kind == "tree" else "dflash"
+    speculation: dict[str, Any] = {"method": method, "model": settings.drafter}
+    if settings.horizon is not None:
+        speculation["num_speculative_tokens"] = settings.horizon
+    if mode.kind == "tree":
+        speculation["tree_budget"] = mode.budget
+    return speculation
+
+
+def wants_logprobs(mode: Mode, sampling: Sampling) -> bool:
+    """Whether the engine records top-2 gaps: of a sampled run they would say nothing of its choices."""
+    return mode.kind == "plain" and not mode.is_control and sampling.temperature == 0

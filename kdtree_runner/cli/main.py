@@ -1,0 +1,62 @@
+"""The command `kdtree`: `demo`, `verify` and `doctor`."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from collections.abc import Callable, Sequence
+
+from kdtree_runner import __version__
+from kdtree_runner.cli import options
+from kdtree_runner.cli.errors import CommandError, ExitCode
+from kdtree_runner.config import UnsupportedError
+
+# name -> (one line of help, flags). The command itself is kdtree_runner.cli.<name>.run, imported
+# when it is called: `kdtree --help` must not wait for torch.
+COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
+    "demo": ("watch plain, chain and DDTree decoding with the miniature pair", options.add_demo),
+    "verify": ("prove that DDTree's output is the baseline's, token for token", options.add_verify),
+    "doctor": ("say whether DDTree can run here, and if not, why", options.add_doctor),
+}
+EXIT_CODES = (
+    "exit codes: 0 all is well; 1 the outputs differ (doctor: DDTree cannot run here); "
+    "2 a user's mistake; 3 an engine failed, or the check checked nothing"
+)
+
+
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="kdtree", description="DDTree speculative decoding in vLLM.", epilog=EXIT_CODES
+    )
+    parser.add_argument("--version", action="version", version=f"kdtree {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    for name, (summary, add_flags) in COMMANDS.items():
+        add_flags(commands.add_parser(name, help=summary, description=summary, epilog=EXIT_CODES))
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; returns its exit code."""
+    args = make_parser().parse_args(argv)
+    command = importlib.import_module(f"kdtree_runner.cli.{args.command}")
+    try:
+        return int(command.run(args))
+    except KeyboardInterrupt:
+        print("kdtree: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except (CommandError, UnsupportedError) as error:
+        if args.debug:
+            raise
+        print(f"kdtree {args.command}: {error}", file=sys.stderr)
+        return getattr(error, "exit_code", ExitCode.USER_MISTAKE)
+    except Exception as error:
+        if args.debug:
+            raise
+        kind = type(error).__name__
+        print(f"kdtree {args.command}: {kind}: {error} (--debug shows where)", file=sys.stderr)
+        return ExitCode.ENGINE_FAILURE
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,186 @@
+"""The flags of every command. A value that argparse takes is a value that the command can use."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+from kdtree_runner.config import DEFAULT_BUDGET, MAX_HORIZON, MAX_NODES
+
+DEFAULT_PROMPTS = 32
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def integer(low: int, high: int | None = None) -> Callable[[str], int]:
+    """A parser of integers in [low, high]."""
+    span = f"in [{low}, {high}]" if high is not None else f"of at least {low}"
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = low - 1
+        if value < low or (high is not None and value > high):
+            raise argparse.ArgumentTypeError(f"wanted an integer {span}, got {text!r}")
+        return value
+
+    return parse
+
+
+def number(low: float, high: float = math.inf, above: bool = False) -> Callable[[str], float]:
+    """A parser of finite numbers in [low, high], or in (low, high] if `above`."""
+    span = f"{'above' if above else 'of at least'} {low:g}"
+    span += f" and at most {high:g}" if math.isfinite(high) else ""
+
+    def parse(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not low <= value <= high or not math.isfinite(value) or (above and value == low):
+            raise argparse.ArgumentTypeError(f"wanted a number {span}, got {text!r}")
+        return value
+
+    return parse
+
+
+def budgets(text: str) -> list[int]:
+    """A comma list of tree budgets."""
+    return [integer(1, MAX_NODES)(part.strip()) for part in text.split(",")]
+
+
+def out_file(text: str) -> Path:
+    """A file that can be made."""
+    path = Path(text)
+    if path.is_dir() or not path.absolute().parent.is_dir():
+        raise argparse.ArgumentTypeError(f"wanted a file in an existing directory, got {text!r}")
+    return path
+
+
+def add_common(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """How the engines are made."""
+    group = parser.add_argument_group("engine")
+    group.add_argument(
+        "--horizon",
+        type=integer(1, MAX_HORIZON),
+        metavar="L",
+        help="positions drafted in one pass (default: the drafter's block size - 1)",
+    )
+    group.add_argument("--dtype", choices=DTYPES, default="auto", help="default: %(default)s")
+    group.add_argument(
+        "--max-model-len",
+        type=integer(1),
+        metavar="LEN",
+        help="longest sequence in tokens (default: the model's)",
+    )
+    group.add_argument("--tensor-parallel-size", "-tp", type=integer(1), default=1, metavar="TP")
+    group.add_argument(
+        "--executor", choices=("mp", "ray"), help="what runs the ranks (default: vLLM decides)"
+    )
+    group.add_argument("--enforce-eager", action="store_true", help="no compilation, no graphs")
+    group.add_argument(
+        "--gpu-memory-utilization",
+        type=number(0, 1, above=True),
+        metavar="SHARE",
+        help="share of the GPU's memory an engine may take (default: vLLM's)",
+    )
+    group.add_argument("--trust-remote-code", action="store_true")
+    group.add_argument(
+        "--language-model-only", action="store_true", help="load no vision part (Kimi K2.6)"
+    )
+    group.add_argument(
+        "--timeout",
+        type=number(0, above=True),
+        default=1800.0,
+        metavar="SECONDS",
+        help="an engine that says nothing for so long has hung (default: %(default)g)",
+    )
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen."""
+    group = parser.add_argument_group("sampling")
+    group.add_argument("--temperature", type=number(0), default=0.0, help="default: 0, greedy")
+    group.add_argument("--seed", type=integer(0), default=0, help="prompt i draws with SEED + i")
+    group.add_argument("--top-k", type=integer(0), default=0, help="default: 0, off")
+    group.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, help="default: 1")
+    group.add_argument("--ignore-eos", action="store_true", help="always generate MAX_TOKENS")
+
+
+def add_verify(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--model", required=True, help="the target: a directory or a hub name")
+    parser.add_argument("--drafter", required=True, help="its DFlash drafter")
+    parser.add_argument(
+        "--prompts",
+        type=Path,
+        metavar="FILE",
+        help="text, one prompt a line; or jsonl with prompt, prompt_token_ids or messages",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=integer(1),
+        metavar="N",
+        help=f"how many of them (default: the whole FILE, or {DEFAULT_PROMPTS} shipped prompts)",
+    )
+    parser.add_argument("--max-tokens", type=integer(2), default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--tree-budget",
+        type=budgets,
+        action="extend",
+        metavar="N[,N...]",
+        help=f"nodes of a tree, 1 to {MAX_NODES}; each gets a run (default: {DEFAULT_BUDGET})",
+    )
+    parser.add_argument(
+        "--batch-size",
+        type=integer(1),
+        default=8,
+        help="requests decoded together at most (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--epsilon",
+        type=number(0),
+        help="a first difference where the baseline's two best tokens were closer than this, in "
+        "log-probability, is a tie (default: by dtype)",
+    )
+    parser.add_argument(
+        "--control",
+        action="store_true",
+        help="also run the baseline against itself at another batch size: the noise floor",
+    )
+    parser.add_argument("--strict", action="store_true", help="fail on ties too")
+    parser.add_argument("--with-chain", action="store_true", help="also run vLLM's DFlash chain")
+    parser.add_argument("--json", type=out_file, metavar="OUT", help="write a report")
+    add_sampling(parser)
+    add_engine(parser)
+
+
+def add_demo(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--model", help="the target (default: examples/tiny_kimi/target)")
+    parser.add_argument("--drafter", help="its drafter (default: examples/tiny_kimi/drafter)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="default: the shipped set")
+    parser.add_argument("--num-prompts", type=integer(1), default=3, help="default: %(default)s")
+    parser.add_argument("--max-tokens", type=integer(2), default=96, help="default: %(default)s")
+    parser.add_argument(
+        "--tree-budget",
+        type=integer(1, MAX_NODES),
+        default=DEFAULT_BUDGET,
+        metavar="N",
+        help="nodes of a tree (default: %(default)s)",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument(
+        "--timeout", type=number(0, above=True), default=600.0, metavar="SECONDS", help="see verify"
+    )
+
+
+def add_doctor(parser: argparse.ArgumentParser) -> None:
+    add_common(parser)
+    parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -1,0 +1,173 @@
+"""Runs one engine job in a child process and turns whatever becomes of it into a result or an error."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kdtree_runner.cli.engine import (
+    NUM_LOGPROBS,
+    EngineSettings,
+    Mode,
+    Sampling,
+    engine_args,
+    wants_logprobs,
+)
+from kdtree_runner.cli.errors import EngineError, UserError
+from kdtree_runner.cli.prompts import Prompt
+from kdtree_runner.platform import is_cpu_build
+
+LOG_TAIL = 20  # lines of the log shown on failure
+POLL_SECONDS = 0.2
+SHUTDOWN_SECONDS = 60.0  # workers of a big engine take a while to go
+CHILD = (sys.executable, "-m", "kdtree_runner.cli.child")
+
+Event = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Job:
+    """One engine, and what it is to generate.
+
+    one_by_one: run the prompts one after another (batch 1), not together.
+    stream: report the text of every step; snapshots: and the tree of each step of prompt 0.
+    """
+
+    mode: Mode
+    settings: EngineSettings
+    sampling: Sampling
+    prompts: list[Prompt]
+    one_by_one: bool = False
+    stream: bool = False
+    snapshots: bool = False
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "engine": engine_args(self.mode, self.settings),
+            "sampling": asdict(self.sampling),
+            "prompts": [prompt.to_dict() for prompt in self.prompts],
+            "logprobs": NUM_LOGPROBS if wants_logprobs(self.mode, self.sampling) else 0,
+            "one_by_one": self.one_by_one,
+            "stream": self.stream,
+            "snapshots": self.snapshots and self.mode.kind == "tree",
+        }
+
+
+def run_job(
+    job: Job,
+    log_dir: Path,
+    on_event: Callable[[Event], None],
+    silence_seconds: float,
+    command: tuple[str, ...] = CHILD,
+) -> Event:
+    """Run one job in a fresh process; returns its result event.
+
+    log_dir: where the job and the child's output go. silence_seconds: how long the child may say
+    nothing before it counts as hung. UserError: the engine refused its arguments. EngineError: it
+    failed, with the end of its log in the message.
+    """
+    name = job.mode.label.replace(" ", "-")
+    job_path, log_path = log_dir / f"{name}.json", log_dir / f"{name}.log"
+    job_path.write_text(json.dumps(job.to_dict()), encoding="utf-8")
+    read_fd, write_fd = os.pipe()
+    with log_path.open("wb") as log:
+        child = subprocess.Popen(
+            [*command, str(job_path), str(write_fd)],
+            stdin=subprocess.PIPE,  # never written to: it closes when this process ends
+            stdout=log,
+            stderr=log,
+            env=_environment(),
+            pass_fds=(write_fd,),
+            start_new_session=True,
+        )
+    os.close(write_fd)
+    try:
+        last: Event = {}
+        for event in _events(child, read_fd, silence_seconds):
+            last = event
+            on_event(event)
+        if last.get("event") == "result":
+            _wait(child, SHUTDOWN_SECONDS)
+            return last
+        raise _failure(job.mode, child, last, log_path, silence_seconds)
+    finally:
+        os.close(read_fd)
+        _end(child)
+
+
+def _environment() -> dict[str, str]:
+    """The child's environment.
+
+    On a CPU, Triton's own library is interpreted only if Triton hears of it before torch imports it,
+    which is before vLLM asks for our platform. The stock chain's rejection kernels need that.
+    """
+    return {"TRITON_INTERPRET": "1", **os.environ} if is_cpu_build() else dict(os.environ)
+
+
+def _events(child: subprocess.Popen[bytes], fd: int, silence_seconds: float) -> Iterator[Event]:
+    """Events of the child, until a final one, its end, or too long a silence."""
+    pending = b""
+    heard = time.monotonic()
+    while time.monotonic() - heard < silence_seconds:
+        ended = child.poll() is not None  # read once more after the end: the pipe may hold events
+        ready, _, _ = select.select([fd], [], [], 0 if ended else POLL_SECONDS)
+        chunk = os.read(fd, 1 << 16) if ready else b""
+        if not chunk:
+            if ready or ended:
+                return
+            continue
+        heard = time.monotonic()
+        *lines, pending = (pending + chunk).split(b"\n")
+        for line in lines:
+            event: Event = json.loads(line)
+            yield event
+            if event["event"] in ("result", "error"):
+                return
+
+
+def _failure(
+    mode: Mode, child: subprocess.Popen[bytes], last: Event, log: Path, silence_seconds: float
+) -> UserError | EngineError:
+    """Why there is no result."""
+    if last.get("event") == "error":
+        if last["kind"] == "refused":
+            return UserError(f"{mode.label}: {last['message']}")
+        reason = f"the engine failed: {last['message']}"
+    elif _wait(child, 1.0) is None:
+        reason = f"the engine said nothing for {silence_seconds:.0f} seconds (--timeout)"
+    elif (code := child.returncode) < 0:
+        reason = f"the engine's process was ended by signal {signal.Signals(-code).name}"
+    else:
+        reason = f"the engine's process ended with exit code {code} and no result"
+    return EngineError(f"{mode.label}: {reason}\n{_tail(log)}")
+
+
+def _tail(log: Path) -> str:
+    lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    shown = "\n".join(f"  {line}" for line in lines[-LOG_TAIL:])
+    return f"last lines of its log {log}:\n{shown}"
+
+
+def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        return child.wait(seconds)
+    return None
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End the child and every worker that it left."""
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+    assert child.stdin is not None
+    child.stdin.close()

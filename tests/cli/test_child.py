@@ -1,0 +1,87 @@
+"""Parts of the engine's process that need no engine."""
+
+import runpy
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kdtree_runner.cli.child import Refused, _is_refusal, acceptance, tokenize, top_gap
+from kdtree_runner.config import UnsupportedError
+
+
+def entry(*logprobs: float) -> dict[int, Any]:
+    return {i: SimpleNamespace(logprob=value, rank=i) for i, value in enumerate(logprobs)}
+
+
+def test_top_gap() -> None:
+    assert top_gap(entry(-3.0, -1.0, -1.5)) == 0.5
+    assert top_gap(entry(-1.0, -1.0)) == 0.0
+    assert top_gap(entry(-1.0)) is None
+    assert top_gap(entry(0.0, -float("inf"))) is None
+
+
+class Tokenizer:
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [0] * add_special_tokens + [ord(c) for c in text]
+
+    def apply_chat_template(self, messages: list[dict], **flags: bool) -> str:
+        assert flags == {"add_generation_prompt": True, "tokenize": False}
+        return "".join(m["content"] for m in messages)
+
+
+def engine(max_len: int = 5, vocab: int = 128) -> SimpleNamespace:
+    config = SimpleNamespace(max_model_len=max_len, get_vocab_size=lambda: vocab)
+    core = SimpleNamespace(vllm_config=SimpleNamespace(model_config=config))
+    return SimpleNamespace(llm_engine=core, get_tokenizer=Tokenizer)
+
+
+def test_prompts_of_each_form_become_token_ids() -> None:
+    chat = [{"role": "user", "content": "ab"}]
+    prompts = [{"prompt": "a"}, {"prompt_token_ids": [5, 6]}, {"messages": chat}]
+    assert tokenize(engine(), prompts) == [[0, 97], [5, 6], [97, 98]]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ({"prompt": "abcd"}, "prompt 1: wanted 1 to 4 tokens, got 5"),
+        ({"prompt_token_ids": [128]}, "prompt 1: wanted token ids below 128, got 128"),
+    ],
+)
+def test_prompts_that_do_not_fit_are_refused(prompt: dict, message: str) -> None:
+    with pytest.raises(Refused, match=message):
+        tokenize(engine(), [{"prompt": "a"}, prompt])
+
+
+def test_only_refusals_are_the_users_mistakes(tmp_path: Path) -> None:
+    assert _is_refusal(Refused("x"))
+    assert _is_refusal(UnsupportedError("x"))
+    try:
+        raise ValueError("from anywhere else")
+    except ValueError as error:
+        assert not _is_refusal(error)
+    arguments = tmp_path / "vllm" / "engine" / "arg_utils.py"
+    arguments.parent.mkdir(parents=True)
+    arguments.write_text("raise ValueError('bad dtype')")
+    try:
+        runpy.run_path(str(arguments))
+    except ValueError as error:
+        assert _is_refusal(error)
+
+
+def test_counters_of_an_engine_with_and_without_speculation() -> None:
+    def metric(name: str, **value: Any) -> SimpleNamespace:
+        return SimpleNamespace(name=f"vllm:{name}", **value)
+
+    metrics = [
+        metric("num_requests_running", value=1),
+        metric("spec_decode_num_drafts", value=4),
+        metric("spec_decode_num_draft_tokens", value=64),
+        metric("spec_decode_num_accepted_tokens", value=6),
+        metric("spec_decode_num_accepted_tokens_per_pos", values=[4, 2]),
+    ]
+    stats = acceptance(SimpleNamespace(get_metrics=lambda: metrics))
+    assert (stats.num_drafts, stats.num_accepted_per_pos) == (4, (4, 2))
+    assert acceptance(SimpleNamespace(get_metrics=list)).num_drafts == 0
