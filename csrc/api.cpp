@@ -1,5 +1,5 @@
-// The C interface: checks what can be checked without a look at device memory, then hands over to the device's
-// implementation.
+// The C interface: checks what can be checked without a look at device memory, then hands over to
+// the device's implementation.
 #include "common/parallel.h"
 #include "common/status.h"
 #include "kdtree.h"

@@ -32,7 +32,8 @@ KDTREE_HD bf16 to_bf16(float x) {
   return {static_cast<uint16_t>((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
 }
 
-// Calls run.template operator()<T>() with the element type of `dtype`, which the caller has checked.
+// Calls run.template operator()<T>() with the element type of `dtype`, which the caller has
+// checked.
 template <class Run>
 auto dispatch_dtype(int32_t dtype, Run&& run) {
   switch (dtype) {

@@ -1,5 +1,6 @@
-// Floating-point functions that give the same bits on every CPU and GPU: each rounding is written out (plain IEEE
-// operations and explicit fma), nothing comes from a maths library. Build with -ffp-contract=off.
+// Floating-point functions that give the same bits on every CPU and GPU: each rounding is written
+// out (plain IEEE operations and explicit fma), nothing comes from a maths library. Build with
+// -ffp-contract=off.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +16,8 @@
 
 namespace kdtree::exact {
 
-// ---- single operations that no compiler may fuse -----------------------------------------------------------------
+// ---- single operations that no compiler may fuse
+// -----------------------------------------------------------------
 
 KDTREE_HD float mul(float a, float b) {
 #if defined(__CUDA_ARCH__)
@@ -61,13 +63,14 @@ KDTREE_HD float bits_float(int32_t bits) {
 #endif
 }
 
-// ---- 2^f ---------------------------------------------------------------------------------------------------------
+// ---- 2^f
+// ---------------------------------------------------------------------------------------------------------
 
 constexpr float kLog2E = 0x1.715476p+0f;
 constexpr float kLog2ELow = 0x1.4ae0cp-26f;  // log2(e) - kLog2E
 
 // Minimax polynomial of 2^f on [-0.5, 0.5], relative error 1.6e-8; f^0 is exactly 1.
-constexpr float kExp2Poly[6] = {0x1.62e43p-1f,   0x1.ebfbdcp-3f,  0x1.c6aee8p-5f,
+constexpr float kExp2Poly[6] = {0x1.62e43p-1f,  0x1.ebfbdcp-3f,  0x1.c6aee8p-5f,
                                 0x1.3b2d4cp-7f, 0x1.5f3e54p-10f, 0x1.41fbbap-13f};
 
 KDTREE_HD float exp2_fraction(float f) {
@@ -80,7 +83,8 @@ KDTREE_HD float exp2_fraction(float f) {
   return fma(p, f, 1.0f);
 }
 
-constexpr float kRoundMagic = 0x1.8p+23f;  // x + magic - magic rounds |x| < 2^22 to an integer, ties to even
+constexpr float kRoundMagic =
+    0x1.8p+23f;  // x + magic - magic rounds |x| < 2^22 to an integer, ties to even
 
 // 2^x for x in [-inf, 127.5); 0 below -126, so that no result is subnormal.
 KDTREE_HD float exp2(float x) {
@@ -92,9 +96,11 @@ KDTREE_HD float exp2(float x) {
   return zero ? 0.0f : bits_float(float_bits(p) + n * (1 << 23));
 }
 
-// ---- logits ------------------------------------------------------------------------------------------------------
+// ---- logits
+// ------------------------------------------------------------------------------------------------------
 
-constexpr float kMaxLogit = 1048576.0f;  // 2^20: n stays below 2^22, and 32 logits in units of 2^-32 fit int64
+constexpr float kMaxLogit =
+    1048576.0f;  // 2^20: n stays below 2^22, and 32 logits in units of 2^-32 fit int64
 constexpr double kFixedOne = 4294967296.0;  // 2^32 units
 
 // -inf and NaN become -kMaxLogit; callers that must leave them out look before.
@@ -116,7 +122,8 @@ KDTREE_HD int64_t fixed_logit(float x) {
   return round_to_int64(static_cast<double>(clamp_logit(x)) * kFixedOne);
 }
 
-// ---- log-sum-exp, see kdtree_lse ---------------------------------------------------------------------------------
+// ---- log-sum-exp, see kdtree_lse
+// ---------------------------------------------------------------------------------
 
 constexpr int kGroupBits = 40;
 constexpr int kTermBits = 22;  // a term is p in [0.70, 1.42] in units of 2^-22, before its shift
@@ -138,11 +145,13 @@ KDTREE_HD ExpTerm exp_term(float x) {
   const float p = exp2_fraction((y - (shifted - kRoundMagic)) + y_low);
   // p * 2^22 is below 2^23: adding 2^23 rounds it and leaves it in the low bits.
   const float rounded = mul(p, 0x1p+22f) + 0x1p+23f;
-  return {float_bits(shifted) - float_bits(kRoundMagic), float_bits(rounded) - float_bits(0x1p+23f)};
+  return {float_bits(shifted) - float_bits(kRoundMagic),
+          float_bits(rounded) - float_bits(0x1p+23f)};
 }
 
 KDTREE_HD int32_t exp_group(int32_t exponent) {
-  // Floor division: exponents are above -2^22, and 2^22 rounded up to a multiple of 40 makes them positive.
+  // Floor division: exponents are above -2^22, and 2^22 rounded up to a multiple of 40 makes them
+  // positive.
   constexpr int32_t kOffset = 4194320;
   static_assert(kOffset % kGroupBits == 0);
   return (exponent + kOffset) / kGroupBits - kOffset / kGroupBits;
@@ -203,7 +212,8 @@ KDTREE_HD double bits_double(int64_t bits) {
 constexpr double kLn2 = 0x1.62e42fefa39efp-1;
 constexpr double kLn2Low = 0x1.abc9e3b39803fp-56;  // ln(2) - kLn2
 
-// Natural logarithm of x * 2^exponent for a positive normal x; error below 2^-50 of its largest part.
+// Natural logarithm of x * 2^exponent for a positive normal x; error below 2^-50 of its largest
+// part.
 KDTREE_HD double log_scaled(double x, int32_t exponent) {
   constexpr int64_t kFractionMask = (int64_t{1} << 52) - 1;
   const int64_t bits = double_bits(x);
@@ -239,10 +249,9 @@ KDTREE_HD int64_t fixed_lse(const kdtree_lse& lse) {
   high_word += lse.low_top + (low_word < lse.low ? 1 : 0);
   // The top 64 bits, then one rounding to double.
   const int zeros = high_word != 0 ? leading_zeros(high_word) : 64 + leading_zeros(low_word);
-  const uint64_t top = zeros >= 64 ? low_word << (zeros - 64)
-                       : zeros == 0
-                           ? high_word
-                           : (high_word << zeros) | (low_word >> (64 - zeros));
+  const uint64_t top = zeros >= 64  ? low_word << (zeros - 64)
+                       : zeros == 0 ? high_word
+                                    : (high_word << zeros) | (low_word >> (64 - zeros));
   const int32_t exponent = 64 - zeros + kGroupBits * (lse.group - 1) - kTermBits;
   return round_to_int64(log_scaled(static_cast<double>(top), exponent) * kFixedOne);
 }

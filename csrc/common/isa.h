@@ -1,9 +1,10 @@
-// Hot loops are compiled once for every instruction set, from the same source (CMakeLists.txt, KDTREE_ISA_SOURCES), into a
-// namespace of its own each: `isa_base` and, on x86-64, `isa_avx2`. Which one runs is decided at run time. All give the
-// same bits: vectors have a fixed number of lanes, and sums a fixed order.
+// Hot loops are compiled once for every instruction set, from the same source (CMakeLists.txt,
+// KDTREE_ISA_SOURCES), into a namespace of its own each: `isa_base` and, on x86-64, `isa_avx2`.
+// Which one runs is decided at run time. All give the same bits: vectors have a fixed number of
+// lanes, and sums a fixed order.
 //
-// Such a source includes nothing with out-of-line code that other files share, as the C++ standard library has: the linker
-// could pick the copy that needs the newer processor.
+// Such a source includes nothing with out-of-line code that other files share, as the C++ standard
+// library has: the linker could pick the copy that needs the newer processor.
 #pragma once
 
 #if !defined(KDTREE_ISA)

@@ -17,8 +17,9 @@
 namespace kdtree {
 namespace {
 
-// Rounding mode and flush-to-zero as the C++ standard library starts a thread, for as long as it lives: results may not
-// depend on what the caller, or whoever made the worker threads, set for itself.
+// Rounding mode and flush-to-zero as the C++ standard library starts a thread, for as long as it
+// lives: results may not depend on what the caller, or whoever made the worker threads, set for
+// itself.
 class DefaultFloatMode {
  public:
 #if defined(__SSE2__)
@@ -92,8 +93,8 @@ class Pool {
   int active_ = 0;  // threads at work on it
 };
 
-// Processors of the process when the library was loaded. An engine may pin the calling thread to one of them later; the
-// pool's threads must not inherit that.
+// Processors of the process when the library was loaded. An engine may pin the calling thread to
+// one of them later; the pool's threads must not inherit that.
 cpu_set_t initial_processors() {
   cpu_set_t set;
   CPU_ZERO(&set);

@@ -14,8 +14,9 @@ namespace detail {
 void parallel_for(int64_t num_items, void (*body)(void* context, int64_t item), void* context);
 }
 
-// Calls body(item) for item = 0 .. num_items - 1, in any order, on any thread, and returns when all are done. `body` must
-// not throw. Runs everything on the calling thread when another call is under way.
+// Calls body(item) for item = 0 .. num_items - 1, in any order, on any thread, and returns when all
+// are done. `body` must not throw. Runs everything on the calling thread when another call is under
+// way.
 template <class Body>
 void parallel_for(int64_t num_items, Body& body) {
   detail::parallel_for(

@@ -1,5 +1,5 @@
-// Eight float lanes with the same results everywhere: AVX2, NEON, or plain loops. For sources compiled once for every
-// instruction set, see isa.h.
+// Eight float lanes with the same results everywhere: AVX2, NEON, or plain loops. For sources
+// compiled once for every instruction set, see isa.h.
 #pragma once
 
 #include <cstdint>

@@ -1,17 +1,19 @@
 /* kdtree.h: the C interface of libkdtree_kernels_c.
  *
- * Four operators of draft-tree speculative decoding (DDTree, arXiv 2604.12989) over raw pointers: no Torch, no Python.
- * Every operator takes one parameter struct, writes into memory that the caller owns and returns a status. It never
- * allocates, never synchronises, never exits the process and never throws. On a status other than KDTREE_OK,
- * kdtree_last_error() of the calling thread names the argument, what was wanted and what came.
+ * Four operators of draft-tree speculative decoding (DDTree, arXiv 2604.12989) over raw pointers:
+ * no Torch, no Python. Every operator takes one parameter struct, writes into memory that the
+ * caller owns and returns a status. It never allocates, never synchronises, never exits the process
+ * and never throws. On a status other than KDTREE_OK, kdtree_last_error() of the calling thread
+ * names the argument, what was wanted and what came.
  *
- * Names: B requests, N tree nodes without the root (the budget), T = 1 + N verify tokens, L drafter horizon,
- * D <= L depth, A = L + 1 entries of an ancestor list, R rows of the tree state (request slots), K candidates a
- * position, V vocabulary, H heads on this rank. Node 0 is the root (the last committed token), node 1 + i is the i-th
- * draft; parents come before children, so every prefix of the node order is a tree.
+ * Names: B requests, N tree nodes without the root (the budget), T = 1 + N verify tokens, L drafter
+ * horizon, D <= L depth, A = L + 1 entries of an ancestor list, R rows of the tree state (request
+ * slots), K candidates a position, V vocabulary, H heads on this rank. Node 0 is the root (the last
+ * committed token), node 1 + i is the i-th draft; parents come before children, so every prefix of
+ * the node order is a tree.
  *
- * Strides are in elements unless the name says bytes. Pointers are device pointers for KDTREE_DEVICE_CUDA and host
- * pointers for KDTREE_DEVICE_CPU, except where a comment says "host".
+ * Strides are in elements unless the name says bytes. Pointers are device pointers for
+ * KDTREE_DEVICE_CUDA and host pointers for KDTREE_DEVICE_CPU, except where a comment says "host".
  */
 #ifndef KDTREE_H_
 #define KDTREE_H_
@@ -30,10 +32,10 @@ extern "C" {
 #endif
 
 #define KDTREE_ABI_VERSION 1
-#define KDTREE_MAX_NODES 255  /* N, without the root */
-#define KDTREE_MAX_DEPTH 32   /* L */
-#define KDTREE_MAX_TOPK 64    /* K */
-#define KDTREE_MAX_LAYERS 128 /* caches one kv_commit call may move */
+#define KDTREE_MAX_NODES 255    /* N, without the root */
+#define KDTREE_MAX_DEPTH 32     /* L */
+#define KDTREE_MAX_TOPK 64      /* K */
+#define KDTREE_MAX_LAYERS 128   /* caches one kv_commit call may move */
 #define KDTREE_MAX_VOCAB 262144 /* V, all shards together */
 
 typedef enum kdtree_status {
@@ -51,12 +53,13 @@ typedef enum kdtree_dtype {
   KDTREE_FLOAT8_E4M3 = 2 /* KV cache only, one scale a tensor */
 } kdtree_dtype;
 
-/* Partial log-sum-exp of one row over one part of the vocabulary. A logit x is split as e^x = 2^n * p with
- * n = round(x * log2(e)) and p in [0.70, 1.42], and counts as the integer round(p * 2^22) << (n mod 40) in group
- * floor(n / 40). `group` is the highest group seen; two 80-bit sums hold the integers of `group` (high) and of
- * `group - 1` (low), each with its top 16 bits apart. One unit of `high` is 2^(40 * group - 22). Integer sums, so that
- * merging parts is exact: any order, any sharding and any device give the same bits; what lies more than a group below
- * the largest term is dropped, less than 2^-40 of it each. The whole vocabulary has at most 2^18 tokens. An empty part is
+/* Partial log-sum-exp of one row over one part of the vocabulary. A logit x, e^x = p * 2^n with
+ * n = round(x * log2(e)) and p in [0.70, 1.42], counts as the integer round(p * 2^22) << (n mod 40)
+ * in group floor(n / 40). `group` is the highest group seen; two 80-bit sums hold the integers of
+ * `group` (high) and of `group - 1` (low), the top 16 bits of each apart. One unit of `high` is
+ * 2^(40 * group - 22). Integer sums, so that merging parts is exact: any order, any sharding and
+ * any device give the same bits. What lies more than a group below the largest term is dropped:
+ * less than 2^-40 of it each. The whole vocabulary has at most 2^18 tokens. An empty part is
  * {INT32_MIN, 0, 0, 0, 0}. 24 bytes. */
 typedef struct kdtree_lse {
   int32_t group;
@@ -66,10 +69,11 @@ typedef struct kdtree_lse {
   uint64_t low;
 } kdtree_lse;
 
-/* First half of tree_build: the K largest logits of each row, and the row's log-sum-exp, over one vocabulary shard.
- * Larger value first, equal values (-0 equals 0) by lower token id. NaN counts as -inf; -inf is never a candidate and
- * adds nothing to the log-sum-exp: a row with fewer than K other logits ends in {value -inf, id -1}. In log-sum-exps and
- * log-probabilities logits are clamped to [-2^20, 2^20]; values are given as they are. */
+/* First half of tree_build: the K largest logits of each row, and the row's log-sum-exp, over one
+ * vocabulary shard. Larger value first, equal values (-0 equals 0) by lower token id. NaN counts as
+ * -inf; -inf is never a candidate and adds nothing to the log-sum-exp: a row with fewer than K
+ * other logits ends in {value -inf, id -1}. In log-sum-exps and log-probabilities logits are
+ * clamped to [-2^20, 2^20]; values are given as they are. */
 typedef struct kdtree_candidates_params {
   int32_t device; /* kdtree_device */
   void* stream;   /* cudaStream_t, or NULL */
@@ -85,16 +89,17 @@ typedef struct kdtree_candidates_params {
   kdtree_lse* lse;      /* out [rows] */
 } kdtree_candidates_params;
 
-/* Second half of tree_build: merge the candidates of all shards, then grow the tree best-first: N times take the
- * prefix with the largest sum of log-probabilities among those not taken yet whose parent is taken. Equal sums: lower
- * parent node first, then the better candidate (larger logit, then lower token id). Log-probabilities are int64 in units
- * of 2^-32 (logit and log-sum-exp rounded apart, to nearest; one above 0 counts as 0), so sums are exact. Nodes come in the
- * order taken. With `spine`, the chain of each position's best candidate (as far as min(L, N) goes) is in
- * the tree whatever its score: the other nodes are the best-first ones that leave room for it, and spine nodes that
- * best-first did not reach follow last, in depth order.
+/* Second half of tree_build: merge the candidates of all shards, then grow the tree best-first: N
+ * times take the prefix with the largest sum of log-probabilities among those not taken yet whose
+ * parent is taken. Equal sums: lower parent node first, then the better candidate (larger logit,
+ * then lower token id). Log-probabilities are int64 in units of 2^-32 (logit and log-sum-exp
+ * rounded apart, to nearest; one above 0 counts as 0), so sums are exact. Nodes come in the order
+ * taken. With `spine`, the chain of each position's best candidate (as far as min(L, N) goes) is in
+ * the tree whatever its score: the other nodes are the best-first ones that leave room for it, and
+ * spine nodes that best-first did not reach follow last, in depth order.
  *
- * A request whose chain_only flag is set gets that chain alone. Where fewer than N nodes exist the rest is padding: token 0,
- * parent -1, depth 1; a padding node is never accepted. */
+ * A request whose chain_only flag is set gets that chain alone. Where fewer than N nodes exist the
+ * rest is padding: token 0, parent -1, depth 1; a padding node is never accepted. */
 typedef struct kdtree_select_params {
   int32_t device;
   void* stream;
@@ -108,32 +113,34 @@ typedef struct kdtree_select_params {
   const int32_t* ids;        /* [num_shards, B * L, K] */
   const kdtree_lse* lse;     /* [num_shards, B * L] */
   const uint8_t* chain_only; /* [R] by tree row, or NULL: none */
-  const int32_t* tree_rows;  /* [B] row of the tree state that request b writes, -1: none written; NULL: row b */
+  const int32_t* tree_rows;  /* [B] row of the tree state that request b writes, -1: none written;
+                                NULL: row b */
   const int64_t* base;       /* [B] position of the root, or NULL when positions is NULL */
   int32_t num_tree_rows;     /* R */
   int64_t* tokens;           /* out [B, N] in batch order */
   int32_t* parents;          /* out [R, T], -1 at the root */
   int32_t* depths;           /* out [R, T], 0 at the root */
-  int32_t* ancestors;        /* out [R, T, L + 1]: ancestors[n][d] = the node at depth d on the way to n, itself
-                                included, then -1; a padding node's list is {0, itself} */
-  int64_t* positions;        /* out [B, T] = base + depth in batch order, or NULL */
-  int32_t* first_child;      /* out [R, T], lowest child node, -1: none; or NULL */
-  int32_t* next_sibling;     /* out [R, T], next node of the same parent, -1: none; or NULL */
-  int64_t* scores;           /* out [B, N] in units of 2^-32, INT64_MIN at padding nodes; or NULL */
+  int32_t* ancestors;   /* out [R, T, L + 1]: ancestors[n][d] = the node at depth d on the way to n,
+                           itself included, then -1; a padding node's list is {0, itself} */
+  int64_t* positions;   /* out [B, T] = base + depth in batch order, or NULL */
+  int32_t* first_child; /* out [R, T], lowest child node, -1: none; or NULL */
+  int32_t* next_sibling; /* out [R, T], next node of the same parent, -1: none; or NULL */
+  int64_t* scores;       /* out [B, N] in units of 2^-32, INT64_MIN at padding nodes; or NULL */
 } kdtree_select_params;
 
-/* Both halves in one call, for one unsharded vocabulary. `candidates.values/ids/lse` and `select.values/ids/lse` are
- * the same caller-owned scratch memory; rows must be B * L. */
+/* Both halves in one call, for one unsharded vocabulary. `candidates.values/ids/lse` and
+ * `select.values/ids/lse` are the same caller-owned scratch memory; rows must be B * L. */
 typedef struct kdtree_build_params {
   kdtree_candidates_params candidates;
   kdtree_select_params select;
 } kdtree_build_params;
 
-/* MLA attention in its absorbed form, over a paged latent cache, for any mix of trees, chains and plain decodes.
- * Request b has query tokens query_start_loc[b] .. query_start_loc[b + 1] (its nodes, in order), whose latent rows are
- * already in the cache at sequence index base + node, base = seq_lens[b] - (number of its query tokens). Node n sees
- * the base tokens before the root, and its ancestors and itself. Requests with tree row -1 are chains: node n sees
- * nodes 0 .. n. The result of a node is, bit for bit, what the same call gives for the chain of its path. */
+/* MLA attention in its absorbed form, over a paged latent cache, for any mix of trees, chains and
+ * plain decodes. Request b has query tokens query_start_loc[b] .. query_start_loc[b + 1] (its
+ * nodes, in order), whose latent rows are already in the cache at sequence index base + node, base
+ * = seq_lens[b] - (number of its query tokens). Node n sees the base tokens before the root, and
+ * its ancestors and itself. Requests with tree row -1 are chains: node n sees nodes 0 .. n. The
+ * result of a node is, bit for bit, what the same call gives for the chain of its path. */
 typedef struct kdtree_verify_attn_params {
   int32_t device;
   void* stream;
@@ -167,9 +174,10 @@ typedef struct kdtree_verify_attn_params {
   size_t workspace_bytes; /* at least kdtree_verify_attn_workspace() */
 } kdtree_verify_attn_params;
 
-/* Walk each tree by the target's token at each node. Row r of request b is node r - row_start[b]. A node is accepted
- * when its parent is (the root always is) and its token is the target token of its parent; of two such siblings the lower
- * node. What is emitted is the target token of every node on the path: the accepted drafts and one token more. */
+/* Walk each tree by the target's token at each node. Row r of request b is node r - row_start[b]. A
+ * node is accepted when its parent is (the root always is) and its token is the target token of its
+ * parent; of two such siblings the lower node. What is emitted is the target token of every node on
+ * the path: the accepted drafts and one token more. */
 typedef struct kdtree_accept_params {
   int32_t device;
   void* stream;
@@ -181,16 +189,18 @@ typedef struct kdtree_accept_params {
   const int32_t* tree_rows; /* [B], -1: chain; NULL: all chains */
   const int32_t* parents;   /* [R, tree_width]; NULL when tree_rows is NULL */
   int32_t tree_width;
-  int32_t emitted_width;     /* columns of emitted, >= A */
-  int32_t* path;             /* out [B, A] node at each depth, path[0] = 0; past the end the last node repeats */
-  int64_t* emitted;          /* out [B, emitted_width], 0 past the end */
-  int32_t* num_emitted;      /* out [B] = accepted nodes + 1; 0 for a request without rows */
+  int32_t emitted_width; /* columns of emitted, >= A */
+  int32_t*
+      path; /* out [B, A] node at each depth, path[0] = 0; past the end the last node repeats */
+  int64_t* emitted;     /* out [B, emitted_width], 0 past the end */
+  int32_t* num_emitted; /* out [B] = accepted nodes + 1; 0 for a request without rows */
 } kdtree_accept_params;
 
-/* Move the rows of each accepted path into sequence, in every cache given: row of node path[d] -> row of node d, for
- * d = 1 .. num_emitted - 1. All sources are read before the first write. A path that is 0, 1, 2, ... copies nothing.
- * With `slots`, node n of request b lies at cache slot slots[query_start_loc[b] + n] (page slot / page_size, token
- * slot % page_size; a negative slot is skipped); without, at row query_start_loc[b] + n of a plain [rows, ...] tensor. */
+/* Move the rows of each accepted path into sequence, in every cache given: row of node path[d] ->
+ * row of node d, for d = 1 .. num_emitted - 1. All sources are read before the first write. A path
+ * that is 0, 1, 2, ... copies nothing. With `slots`, node n of request b lies at cache slot
+ * slots[query_start_loc[b] + n] (page slot / page_size, token slot % page_size; a negative slot is
+ * skipped); without, at row query_start_loc[b] + n of a plain [rows, ...] tensor. */
 typedef struct kdtree_commit_params {
   int32_t device;
   void* stream;
@@ -212,22 +222,25 @@ KDTREE_API kdtree_status kdtree_build_candidates(const kdtree_candidates_params*
 KDTREE_API kdtree_status kdtree_build_select(const kdtree_select_params* params);
 KDTREE_API kdtree_status kdtree_build_ddtree(const kdtree_build_params* params);
 KDTREE_API kdtree_status kdtree_verify_attn(const kdtree_verify_attn_params* params);
-/* Bytes of workspace that a verify_attn call with these sizes needs; 0 on the CPU. Reads sizes only, no pointers. */
+/* Bytes of workspace that a verify_attn call with these sizes needs; 0 on the CPU. Reads sizes
+ * only, no pointers. */
 KDTREE_API size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params);
 KDTREE_API kdtree_status kdtree_tree_accept(const kdtree_accept_params* params);
 KDTREE_API kdtree_status kdtree_kv_commit(const kdtree_commit_params* params);
 
-/* Threads that the CPU operators of this process may use, the caller's included; 0: one for every processor the process
- * could run on when the library was loaded. Results do not depend on it. */
+/* Threads that the CPU operators of this process may use, the caller's included; 0: one for every
+ * processor the process could run on when the library was loaded. Results do not depend on it. */
 KDTREE_API kdtree_status kdtree_set_cpu_threads(int32_t num_threads);
 
-/* Largest number of tokens a request that verify_attn takes as a tree: 256. Chains have no such bound. */
+/* Largest number of tokens a request that verify_attn takes as a tree: 256. Chains have no such
+ * bound. */
 KDTREE_API int32_t kdtree_max_qlen(void);
 /* "0.1.0+abi1" and so on: the product's version, then KDTREE_ABI_VERSION. */
 KDTREE_API const char* kdtree_version(void);
 /* Devices built in: "cpu" or "cpu;cuda:90a,100f,120f". */
 KDTREE_API const char* kdtree_build_info(void);
-/* Message of this thread's last failure, "" when there was none. Valid until the thread's next call. */
+/* Message of this thread's last failure, "" when there was none. Valid until the thread's next
+ * call. */
 KDTREE_API const char* kdtree_last_error(void);
 
 #ifdef __cplusplus

@@ -10,7 +10,8 @@ namespace kdtree::cpu {
 namespace {
 
 constexpr int kMaxPath = KDTREE_MAX_DEPTH + 1;
-constexpr int64_t kPieceBytes = 4096;  // of each row, moved together: 132 KB of a path, which fits L2
+constexpr int64_t kPieceBytes =
+    4096;  // of each row, moved together: 132 KB of a path, which fits L2
 
 // Byte offset of a node's row in each layer, -1: none.
 int64_t row_offset(const kdtree_commit_params& p, int request, int node) {

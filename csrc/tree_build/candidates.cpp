@@ -11,7 +11,8 @@ namespace KDTREE_ISA {
 namespace {
 
 constexpr float kNegativeInfinity = -__builtin_inff();
-constexpr int kBlock = 128;  // logits looked at together; most blocks hold nothing above the K-th best so far
+constexpr int kBlock =
+    128;  // logits looked at together; most blocks hold nothing above the K-th best so far
 
 // The largest of n values, NaN left out.
 template <class T>
@@ -37,7 +38,8 @@ class Best {
     return count_ == row_.topk ? row_.values[count_ - 1] : kNegativeInfinity;
   }
 
-  // `value` is above the threshold; ids come in ascending order, so that an equal value keeps its place.
+  // `value` is above the threshold; ids come in ascending order, so that an equal value keeps its
+  // place.
   void insert(float value, int32_t id) {
     int place = count_ < row_.topk ? count_++ : count_ - 1;
     for (; place > 0 && row_.values[place - 1] < value; --place) {
@@ -92,7 +94,8 @@ kdtree_lse sum_terms(const T* logits, int32_t vocab_size, float max) {
   kdtree_lse lse = exact::empty_lse();
   if (!(max > kNegativeInfinity)) return lse;
   lse.group = exact::exp_group(exact::exp_exponent(exact::clamp_logit(max)));
-  const int32_t low_start = (lse.group - 1) * exact::kGroupBits;  // smallest exponent of the low group
+  const int32_t low_start =
+      (lse.group - 1) * exact::kGroupBits;  // smallest exponent of the low group
   TermSum high, low;
   for (int32_t start = 0; start < vocab_size; start += kBlock) {
     const int n = vocab_size - start < kBlock ? vocab_size - start : kBlock;

@@ -92,7 +92,8 @@ class Tree {
     }
   }
 
-  // Takes prefixes best-first; with `spine`, as long as there is room left for the rest of the spine.
+  // Takes prefixes best-first; with `spine`, as long as there is room left for the rest of the
+  // spine.
   void grow_best_first(bool spine) {
     push_child(0);
     while (frontier_size_ > 0 && num_taken() < num_nodes_ - (spine ? spine_left_ : 0)) {

@@ -74,7 +74,8 @@ void check_tree(const kdtree_verify_attn_params& p, const AttnRequest& request, 
   }
 }
 
-// The contents of the index arrays: on the CPU they can be looked at before anything is read through them.
+// The contents of the index arrays: on the CPU they can be looked at before anything is read
+// through them.
 kdtree_status check_requests(const kdtree_verify_attn_params& p) {
   Checker check("kdtree_verify_attn");
   check.require(p.query_start_loc[0] >= 0, "query_start_loc[0]", "at least 0",
@@ -82,8 +83,8 @@ kdtree_status check_requests(const kdtree_verify_attn_params& p) {
   for (int b = 0; b < p.batch && check.ok(); ++b) {
     const int64_t num_tokens = int64_t{p.query_start_loc[b + 1]} - p.query_start_loc[b];
     check.in_range("query tokens of a request", num_tokens, 0, p.max_query_len);
-    check.require(p.query_start_loc[b + 1] <= p.num_tokens, "query_start_loc",
-                  "at most num_tokens", p.query_start_loc[b + 1]);
+    check.require(p.query_start_loc[b + 1] <= p.num_tokens, "query_start_loc", "at most num_tokens",
+                  p.query_start_loc[b + 1]);
     if (num_tokens <= 0) continue;
     check.at_least("seq_lens[b]", p.seq_lens[b], num_tokens);
     if (!check.ok()) break;

@@ -1,9 +1,10 @@
 // Compiled once for every instruction set: see common/isa.h.
 //
-// What a row's arithmetic is, whatever shares the block with it: its virtual positions are cut into tiles of 32. A score is
-// eight sums over every eighth element, added by a fixed tree; a tile's maximum updates the row's, its weights are added by
-// a fixed tree, and its values one position after the other. So neither the batch, nor the other tokens, nor page size or
-// threads are in the result, and a node's is that of the chain of its path.
+// What a row's arithmetic is, whatever shares the block with it: its virtual positions are cut into
+// tiles of 32. A score is eight sums over every eighth element, added by a fixed tree; a tile's
+// maximum updates the row's, its weights are added by a fixed tree, and its values one position
+// after the other. So neither the batch, nor the other tokens, nor page size or threads are in the
+// result, and a node's is that of the chain of its path.
 #include "verify_attn/rows.h"
 
 #include "common/dtype.h"
@@ -28,7 +29,7 @@ struct alignas(64) Scratch {
 };
 
 struct Tile {
-  int size;                // positions, 1 .. kTile
+  int size;                  // positions, 1 .. kTile
   const float* keys[kTile];  // [kHeadDim] each
 };
 
@@ -65,8 +66,8 @@ KDTREE_INLINE void dot_tile(const float* const* query, const Tile& tile, float (
   for (; key < tile.size; ++key) dot_step<kRows, 1>(query, tile.keys, scores, key);
 }
 
-// Turns the scores of one row into weights, updates its maximum and sum, and returns what its earlier results are to be
-// multiplied by.
+// Turns the scores of one row into weights, updates its maximum and sum, and returns what its
+// earlier results are to be multiplied by.
 KDTREE_INLINE float weigh_tile(float (&scores)[kTile], int size, float scale, float& row_max,
                                float& row_sum) {
   for (int i = size; i < kTile; ++i) scores[i] = kNegativeInfinity;

@@ -12,8 +12,9 @@ constexpr int kLatentDim = 512;  // its first elements, the values
 constexpr int kTile = 32;        // positions whose softmax is taken together
 constexpr int kMaxRows = 32;     // (token, head) rows of a block; 210 KB of scratch
 
-// Where a request's rows lie, and what its query tokens see. Virtual position v of a token is the v-th token of the
-// sequence that ends in it: the cache row of sequence index v below `base`, of its ancestors from there on.
+// Where a request's rows lie, and what its query tokens see. Virtual position v of a token is the
+// v-th token of the sequence that ends in it: the cache row of sequence index v below `base`, of
+// its ancestors from there on.
 struct AttnRequest {
   const kdtree_verify_attn_params* params;
   const int32_t* pages;      // [max_pages]
