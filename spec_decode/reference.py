@@ -213,13 +213,14 @@ def ancestor_lists(parents: Tensor, depths: Tensor, horizon: int) -> Tensor:
 
     parents, depths: [B, T] int32. Returns [B, T, L + 1] int32.
     """
-    batch, num_tokens = parents.shape
-    lists = torch.full((batch, num_tokens, horizon + 1), -1, dtype=torch.int32)
-    for b in range(batch):
-        for node in range(num_tokens):
-            lists[b, node] = lists[b, max(int(parents[b, node]), 0)]
-            lists[b, node, depths[b, node]] = node
-    return lists
+    lists: list[list[list[int]]] = []
+    for parent_row, depth_row in zip(parents.tolist(), depths.tolist(), strict=True):
+        rows: list[list[int]] = []
+        for node, (parent, depth) in enumerate(zip(parent_row, depth_row, strict=True)):
+            above = rows[max(parent, 0)][:depth] if node else []
+            rows.append([*above, node] + [-1] * (horizon - depth))
+        lists.append(rows)
+    return torch.tensor(lists, dtype=torch.int32)
 
 
 def child_lists(parents: Tensor) -> tuple[Tensor, Tensor]:
@@ -227,13 +228,14 @@ def child_lists(parents: Tensor) -> tuple[Tensor, Tensor]:
 
     parents: [B, T] int32. Returns first_child and next_sibling, [B, T] int32.
     """
-    first_child, next_sibling = torch.full_like(parents, -1), torch.full_like(parents, -1)
+    first_child = [[-1] * parents.shape[1] for _ in parents]
+    next_sibling = [[-1] * parents.shape[1] for _ in parents]
     for b, row in enumerate(parents.tolist()):
         for node, parent in reversed(list(enumerate(row))):
             if parent >= 0:
-                next_sibling[b, node] = first_child[b, parent]
-                first_child[b, parent] = node
-    return first_child, next_sibling
+                next_sibling[b][node] = first_child[b][parent]
+                first_child[b][parent] = node
+    return torch.tensor(first_child).int(), torch.tensor(next_sibling).int()
 
 
 def positions(base: Tensor, depths: Tensor) -> Tensor:

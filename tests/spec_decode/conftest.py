@@ -5,6 +5,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from kdtree_runner import native
+
 
 @pytest.fixture(scope="package", autouse=True)
 def one_torch_thread() -> Iterator[None]:
@@ -20,4 +22,6 @@ def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the native operators run; the reference stays on the CPU."""
     if request.param == "cuda" and not torch.cuda.is_available():
         pytest.skip("no CUDA device")
+    if request.param not in native.build_info():
+        pytest.skip(f"the native library is built for {native.build_info()}")
     return torch.device(request.param)

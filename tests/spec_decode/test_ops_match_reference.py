@@ -198,7 +198,7 @@ def check_trees(
 @pytest.mark.parametrize("spine", [False, True])
 @pytest.mark.parametrize("chains", [False, True])
 def test_trees(device: torch.device, spine: bool, chains: bool) -> None:
-    for draft in random_drafts(60 if not chains else 20):
+    for draft in random_drafts(15 if chains else 50):
         check_build_select(device, draft, spine, chains)
 
 
