@@ -20,6 +20,7 @@ DEFAULT_BUDGET = 16  # useful range on Kimi K2.6 at batch 1 is 8 to 16: beyond i
 
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
+_GEOMETRY = {"kv_lora_rank": KV_LORA_RANK, "qk_rope_head_dim": QK_ROPE_HEAD_DIM}
 
 # Keys of a speculative config that are ours, and vLLM's keys that keep their meaning for the drafter.
 OWN_KEYS = ("method", "model", "num_speculative_tokens", "tree_budget", "tree_spine")
@@ -123,15 +124,24 @@ def _dflash(draft: Any) -> dict[str, Any]:
     return dict(getattr(draft, "dflash_config", None) or {})
 
 
+def has_tree_geometry(text: Any) -> bool:
+    """Whether KDTREE_MLA serves a target's attention. text: its Hugging Face text config."""
+    dense = getattr(text, "index_topk", None) is None  # else DeepSeek sparse attention
+    return dense and all(getattr(text, key, None) == wanted for key, wanted in _GEOMETRY.items())
+
+
 def check_target(text: Any) -> None:
     """Refuse a target whose attention is not MLA of the DeepSeek geometry.
 
     text: the target's Hugging Face text config.
     """
-    for key, wanted in (("kv_lora_rank", KV_LORA_RANK), ("qk_rope_head_dim", QK_ROPE_HEAD_DIM)):
+    for key, wanted in _GEOMETRY.items():
         got = getattr(text, key, None)
         if got != wanted:
             _refuse(f"{key} of the target", f"{wanted} (multi-head latent attention, 512 + 64)", got)
+    sparse = getattr(text, "index_topk", None)
+    if sparse is not None:
+        _refuse("index_topk of the target", "none: sparse attention sees no tree", sparse)
 
 
 def check_pair(text: Any, draft: Any) -> None:

@@ -1,53 +1,67 @@
-"""The CPU platform: vLLM's own, with KDTREE_MLA and the scheduling that it can serve."""
+"""The CPU platform: vLLM's own, with KDTREE_MLA, the scheduling that it can serve, and Ray."""
 
 from __future__ import annotations
 
 import os
 from typing import TYPE_CHECKING
 
+import torch
 from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from kdtree_runner import cpu_scope
+from kdtree_runner.config import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.attention.selector import AttentionSelectorConfig
 
 TREE_BACKEND = "kdtree_runner.model_executor.cpu_mla_backend.CPUTreeMLABackend"
-MLA_BLOCK_SIZE = 16  # tokens a page: what CPU_MLA supports, and CPU_ATTN of the drafter then has to
 
 
 class TreeCpuPlatform(CpuPlatform):
-    """CpuPlatform that keeps async scheduling, chunked prefill and prefix caching for MLA models.
+    """CpuPlatform that runs the engines of `cpu_scope.serves` our way, all others as ever."""
 
-    vLLM turns them off because its own CPU decode kernel takes one token a request; verify_attn
-    takes any number, and the chunked-context prefill is shared code.
-    """
-
-    ray_device_key = "GPU"  # Ray executors place workers by this resource; on a CPU it is declared, not real
-    device_control_env_var = "CUDA_VISIBLE_DEVICES"
+    ray_device_key = "GPU"  # the resource by which Ray places workers: here declared, not real
 
     @classmethod
     def check_and_update_config(cls, vllm_config: VllmConfig) -> None:
-        """Run vLLM's checks, then restore what they turned off for want of a kernel."""
-        scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
-        asked = (
-            scheduler.async_scheduling,
-            scheduler.enable_chunked_prefill,
-            scheduler.max_num_batched_tokens,
-            cache.enable_prefix_caching,
-        )
-        super().check_and_update_config(vllm_config)
-        model = vllm_config.model_config
-        if model is None or not model.use_mla:
-            return
-        (
-            scheduler.async_scheduling,
-            scheduler.enable_chunked_prefill,
-            scheduler.max_num_batched_tokens,
-            cache.enable_prefix_caching,
-        ) = asked
-        if vllm_config.parallel_config.tensor_parallel_size > 1:
-            _bind_one_core_a_rank(vllm_config.parallel_config.tensor_parallel_size)
+        """Run vLLM's checks, then restore what they turned off for want of a kernel.
+
+        vLLM turns async scheduling, chunked prefill and prefix caching off for MLA models because
+        its own CPU decode kernel takes one token a request; verify_attn takes any number, and the
+        chunked-context prefill is shared code.
+        """
+        attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
+        ours = vllm_config.use_v2_model_runner and cpu_scope.serves(vllm_config)
+        if not ours:
+            super().check_and_update_config(vllm_config)
+        else:
+            scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
+            asked = (
+                scheduler.async_scheduling,
+                scheduler.enable_chunked_prefill,
+                scheduler.max_num_batched_tokens,
+                cache.enable_prefix_caching,
+            )
+            # As if CPU_MLA were named: pages of 16 tokens on every CPU, one with AMX included.
+            attention.backend = AttentionBackendEnum.CPU_MLA
+            super().check_and_update_config(vllm_config)
+            attention.backend = AttentionBackendEnum[ATTENTION_BACKEND]
+            (
+                scheduler.async_scheduling,
+                scheduler.enable_chunked_prefill,
+                scheduler.max_num_batched_tokens,
+                cache.enable_prefix_caching,
+            ) = asked
+            _turn_compiler_off(vllm_config)
+        if parallel.distributed_executor_backend == "mp" and parallel.tensor_parallel_size > 1:
+            cpu_scope.bind_threads(parallel.tensor_parallel_size)
+        elif parallel.distributed_executor_backend == "ray":
+            from kdtree_runner.cpu_ray import CpuRayExecutor, share_cluster
+
+            share_cluster()
+            parallel.distributed_executor_backend = CpuRayExecutor
 
     @classmethod
     def get_attn_backend_cls(
@@ -56,21 +70,24 @@ class TreeCpuPlatform(CpuPlatform):
         attn_selector_config: AttentionSelectorConfig,
         num_heads: int | None = None,
     ) -> str:
-        """KDTREE_MLA for MLA models unless another backend was named; vLLM's choice otherwise."""
-        fits = attn_selector_config.use_mla and attn_selector_config.head_size == 576
-        named = getattr(selected_backend, "name", None)
-        if fits and not attn_selector_config.use_sparse and named in (None, "KDTREE_MLA"):
+        """KDTREE_MLA for the MLA layers of our engines; vLLM's choice otherwise."""
+        if getattr(selected_backend, "name", None) != ATTENTION_BACKEND:
+            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        if attn_selector_config.use_mla:
             return TREE_BACKEND
-        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+        # The drafter's layers, which inherit the target's setting.
+        return super().get_attn_backend_cls(None, attn_selector_config, num_heads)  # type: ignore[arg-type]
 
 
-def _bind_one_core_a_rank(ranks: int) -> None:
-    """Without this vLLM binds one rank a NUMA node, and refuses more ranks than nodes."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if len(cores) < ranks:
-        return
-    share = len(cores) // ranks
-    groups = [cores[i * share : (i + 1) * share] for i in range(ranks)]
-    os.environ.setdefault(
-        "VLLM_CPU_OMP_THREADS_BIND", "|".join(",".join(map(str, g)) for g in groups)
-    )
+def _turn_compiler_off(vllm_config: VllmConfig) -> None:
+    """Run our engines eagerly, in this process and its children.
+
+    Inductor picks its code by the number of rows, and a tree's rows and the baseline's single row
+    must round alike. Functions that vLLM compiles one by one (MoE routing, vocabulary masks) ignore
+    the mode, so that the compiler is off for the process.
+    """
+    from vllm.config import CompilationMode
+
+    vllm_config.compilation_config.mode = CompilationMode.NONE
+    os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
+    torch._dynamo.config.disable = os.environ["TORCHDYNAMO_DISABLE"] == "1"
