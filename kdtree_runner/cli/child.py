@@ -40,12 +40,13 @@ class Channel:
 
 
 def main(argv: list[str]) -> int:
+    """Run the job, whatever comes of it: a result or an error is the last event."""
     job = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
     channel = Channel(int(argv[2]))
     _end_with_parent()
     try:
         run_job(job, channel)
-    except Exception as error:  # noqa: BLE001 (whatever it is, the parent has to hear of it)
+    except Exception as error:  # whatever it is, the parent has to hear of it
         traceback.print_exc()  # into the log
         kind = "refused" if _is_refusal(error) else "failed"
         channel.send("error", kind=kind, message=f"{error}" or type(error).__name__)

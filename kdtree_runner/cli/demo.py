@@ -13,6 +13,7 @@ TINY_KIMI = Path("examples") / "tiny_kimi"
 
 
 def run(args: argparse.Namespace) -> ExitCode:
+    """Run the three engines one after another, each shown as it goes."""
     settings = EngineSettings(
         model=args.model or default_model("--model", "target"),
         drafter=args.drafter or default_model("--drafter", "drafter"),
@@ -31,10 +32,19 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     runs = []
     modes = [Mode("plain"), Mode("chain"), Mode("tree", args.tree_budget)]
-    with log_directory() as logs, Stage(modes, len(prompts), sampling.max_tokens) as stage:
+    texts = [prompt.prompt or "" for prompt in prompts]
+    with log_directory() as logs, Stage(modes, texts) as stage:
         for mode in modes:
-            flags = {"one_by_one": True, "stream": True, "snapshots": True}
-            job = Job(mode, settings, sampling, prompts, **flags)
+            job = Job(
+                mode,
+                settings,
+                sampling,
+                prompts,
+                gaps=False,
+                one_by_one=True,
+                stream=True,
+                snapshots=True,
+            )
             runs.append(EngineRun(mode, run_job(job, logs, stage.begin(mode), args.timeout)))
     baseline, chain, tree = runs
     # Epsilon 0 excuses nothing: the demo's word is equal or not.
@@ -46,7 +56,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def default_model(argument: str, part: str) -> str:
-    """The miniature pair of the repository this package was installed from, or of the one around us."""
+    """The miniature pair of the repository that this package lies in, or that we are in."""
     checkout = Path(__file__).resolve().parents[2]
     places = [checkout / TINY_KIMI / part, Path.cwd() / TINY_KIMI / part]
     for place in places:

@@ -50,6 +50,7 @@ class Findings:
 
 
 def run(args: argparse.Namespace) -> ExitCode:
+    """Look, and say."""
     from rich.console import Console
 
     with Console(stderr=True).status("looking at vLLM"):

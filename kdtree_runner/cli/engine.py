@@ -1,4 +1,4 @@
-"""What an engine of a check is: its mode, its settings, and the arguments that vLLM gets for them."""
+"""What an engine of a check is: its mode, its settings, and the arguments vLLM gets for them."""
 
 from __future__ import annotations
 
@@ -120,6 +120,6 @@ def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] |
     return speculation
 
 
-def wants_logprobs(mode: Mode, sampling: Sampling) -> bool:
-    """Whether the engine records top-2 gaps: of a sampled run they would say nothing of its choices."""
+def wants_gaps(mode: Mode, sampling: Sampling) -> bool:
+    """Whether top-2 gaps of this engine say anything: of a sampled run they do not."""
     return mode.kind == "plain" and not mode.is_control and sampling.temperature == 0

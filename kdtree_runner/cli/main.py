@@ -26,6 +26,7 @@ EXIT_CODES = (
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Every command and flag."""
     parser = argparse.ArgumentParser(
         prog="kdtree", description="DDTree speculative decoding in vLLM.", epilog=EXIT_CODES
     )

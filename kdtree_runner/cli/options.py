@@ -60,6 +60,7 @@ def out_file(text: str) -> Path:
 
 
 def add_common(parser: argparse.ArgumentParser) -> None:
+    """Flags of every command."""
     parser.add_argument("--debug", action="store_true", help="show tracebacks")
 
 
@@ -114,6 +115,7 @@ def add_sampling(parser: argparse.ArgumentParser) -> None:
 
 
 def add_verify(parser: argparse.ArgumentParser) -> None:
+    """Flags of `kdtree verify`."""
     add_common(parser)
     parser.add_argument("--model", required=True, help="the target: a directory or a hub name")
     parser.add_argument("--drafter", required=True, help="its DFlash drafter")
@@ -162,6 +164,7 @@ def add_verify(parser: argparse.ArgumentParser) -> None:
 
 
 def add_demo(parser: argparse.ArgumentParser) -> None:
+    """Flags of `kdtree demo`."""
     add_common(parser)
     parser.add_argument("--model", help="the target (default: examples/tiny_kimi/target)")
     parser.add_argument("--drafter", help="its drafter (default: examples/tiny_kimi/drafter)")
@@ -182,5 +185,6 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
 
 
 def add_doctor(parser: argparse.ArgumentParser) -> None:
+    """Flags of `kdtree doctor`."""
     add_common(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")

@@ -19,7 +19,6 @@ from rich.progress import (
 )
 from rich.table import Table
 
-from kdtree_runner.cli.engine import wants_logprobs
 from kdtree_runner.spec_decode.checker import Comparison, Grade, Summary
 
 if TYPE_CHECKING:
@@ -173,7 +172,7 @@ def conditions(check: Check) -> str:
         f"attention {', '.join(result['attention']) or 'unknown'}",
     ]
     text = "; ".join(parts)
-    if wants_logprobs(check.baseline.mode, sampling):
+    if check.baseline.records[0]["top_gap"] is not None:
         text += "\nThe baseline's time includes the log-probabilities that tell ties apart."
     return (
         text + "\ntok/step: tokens emitted a request and decode step; accepted: nodes of a draft."

@@ -37,7 +37,7 @@ class EngineRun:
 
     @property
     def tokens_per_step(self) -> float:
-        """Tokens emitted a decode step and request. The first token comes from the prompt's pass."""
+        """Tokens emitted a decode step and request. The first comes from the prompt's pass."""
         return tokens_per_step(self.records)
 
     @property

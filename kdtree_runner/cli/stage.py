@@ -12,7 +12,7 @@ from rich.panel import Panel
 from rich.text import Text
 
 from kdtree_runner.cli.engine import Mode
-from kdtree_runner.cli.render import conditions, run_table, verdict
+from kdtree_runner.cli.render import conditions, run_table
 from kdtree_runner.cli.report import Check
 from kdtree_runner.spec_decode.checker import Summary
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 STEP_STYLES = ("bold cyan", "bold magenta")  # alternate, so that one sees what one step emitted
+PROMPT_STYLE = "dim"
+PROMPT_LINES = 4  # last lines of the prompt before the text that remains on the screen
 TEXT_LINES = 14  # last lines of the growing text that are shown
 STEP_MARK = "▏"  # ends a step in plain output
 TITLES = {
@@ -35,12 +37,11 @@ class Stage:
     def __init__(
         self,
         modes: Sequence[Mode],
-        num_prompts: int,
-        max_tokens: int,
+        prompts: Sequence[str],
         console: Console | None = None,
     ) -> None:
         self.console = console or Console()
-        self.num_prompts, self.max_tokens = num_prompts, max_tokens
+        self.prompts = prompts
         self.lines: dict[str, str] = {mode.label: "waiting" for mode in modes}
         self.mode = modes[0]
         self.text, self.index = Text(), 0
@@ -95,7 +96,8 @@ class Stage:
         self.num_tokens += event["num_tokens"]
         seconds = max(event["seconds"], 1e-9)
         self.lines[self.mode.label] = (
-            f"{self.num_tokens} tokens in {self.num_steps} steps, {self.num_tokens / seconds:.1f} tok/s"
+            f"{self.num_tokens} tokens in {self.num_steps} steps, "
+            f"{self.num_tokens / seconds:.1f} tok/s"
         )
 
     def screen(self) -> RenderableType:
@@ -104,8 +106,9 @@ class Stage:
         for label, line in self.lines.items():
             style = "bold" if label == self.mode.label else "dim"
             status.append(f"{label:>10}  {line}\n", style)
-        shown = Text("\n").join(self.text.split("\n", allow_blank=True)[-TEXT_LINES:])
-        title = f"{TITLES[self.mode.kind]} (prompt {self.index + 1} of {self.num_prompts})"
+        text = Text.assemble((self.prompts[self.index], PROMPT_STYLE), self.text)
+        shown = Text("\n").join(text.split("\n", allow_blank=True)[-TEXT_LINES:])
+        title = f"{TITLES[self.mode.kind]} (prompt {self.index + 1} of {len(self.prompts)})"
         parts: list[RenderableType] = [status, Panel(shown, title=title, title_align="left")]
         if self.tree is not None:
             parts.append(tree_panel(self.tree))
@@ -113,7 +116,7 @@ class Stage:
 
 
 def _worth(tree: dict[str, Any] | None) -> tuple[int, int]:
-    """How good an example a tree is: its accepted path is long, and is not simply the first nodes."""
+    """How good an example a tree is: its path is long, and is not simply the first nodes."""
     if tree is None:
         return (0, 0)
     nodes = tree["path"][: tree["num_emitted"]]
@@ -140,7 +143,8 @@ def show_outcome(check: Check, stage: Stage) -> None:
     title = "prompt 1, as DDTree continued it, a colour a step"
     if not console.is_terminal:
         title = f"prompt 1, as DDTree continued it, {STEP_MARK} after each step"
-    text = steps_text(stage.tree_steps, marked=not console.is_terminal)
+    text = Text("\n".join(stage.prompts[0].split("\n")[-PROMPT_LINES:]), PROMPT_STYLE)
+    text.append_text(steps_text(stage.tree_steps, marked=not console.is_terminal))
     console.print(Panel(text, title=title, title_align="left"))
     if tree is not None:
         console.print(tree_panel(tree))
@@ -148,9 +152,10 @@ def show_outcome(check: Check, stage: Stage) -> None:
     console.print(conditions(check), style="dim", highlight=False)
     for warning in check.warnings():
         console.print(f"warning: {warning}", style="yellow", highlight=False)
-    for run in (*([check.chain] if check.chain else []), *check.trees):
-        console.print(verdict(run.mode.label, check.comparisons[run.mode.label]), highlight=False)
-    console.print(closing(check.comparisons[check.trees[0].mode.label]), highlight=False)
+    tree_run = check.trees[0]
+    console.print(
+        closing(tree_run.num_tokens, check.comparisons[tree_run.mode.label]), highlight=False
+    )
 
 
 def steps_text(steps: Sequence[str], marked: bool) -> Text:
@@ -163,9 +168,11 @@ def steps_text(steps: Sequence[str], marked: bool) -> Text:
     return text
 
 
-def closing(summary: Summary) -> str:
-    """The last line."""
-    total = len(summary.comparisons)
-    if summary.count("equal") == total:
-        return f"[bold green]EQUAL[/]: DDTree gave plain decoding's tokens on all {total} prompts."
-    return f"[bold red]NOT EQUAL[/]: DDTree's tokens differ on {total - summary.count('equal')} prompts."
+def closing(num_tokens: int, tree: Summary) -> str:
+    """The last line. num_tokens: of all prompts."""
+    total = len(tree.comparisons)
+    if tree.count("equal") == total:
+        same = f"DDTree gave plain decoding's {num_tokens} tokens on {total} prompts"
+        return f"[bold green]EQUAL[/]: {same}, one by one the same."
+    differ = f"DDTree's tokens differ on {total - tree.count('equal')} of {total} prompts"
+    return f"[bold red]NOT EQUAL[/]: {differ}; `kdtree verify` tells ties from divergences."

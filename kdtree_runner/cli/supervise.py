@@ -1,4 +1,4 @@
-"""Runs one engine job in a child process and turns whatever becomes of it into a result or an error."""
+"""Runs one engine job in a child process, of which a result or an error comes, whatever happens."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kdtree_runner.cli.engine import (
     Mode,
     Sampling,
     engine_args,
-    wants_logprobs,
+    wants_gaps,
 )
 from kdtree_runner.cli.errors import EngineError, UserError
 from kdtree_runner.cli.prompts import Prompt
@@ -39,6 +39,7 @@ Event = dict[str, Any]
 class Job:
     """One engine, and what it is to generate.
 
+    gaps: have the greedy baseline record by how much each token won, which takes it some time.
     one_by_one: run the prompts one after another (batch 1), not together.
     stream: report the text of every step; snapshots: and the tree of each step of prompt 0.
     """
@@ -47,16 +48,18 @@ class Job:
     settings: EngineSettings
     sampling: Sampling
     prompts: list[Prompt]
+    gaps: bool = True
     one_by_one: bool = False
     stream: bool = False
     snapshots: bool = False
 
     def to_dict(self) -> dict[str, Any]:
+        wanted = self.gaps and wants_gaps(self.mode, self.sampling)
         return {
             "engine": engine_args(self.mode, self.settings),
             "sampling": asdict(self.sampling),
             "prompts": [prompt.to_dict() for prompt in self.prompts],
-            "logprobs": NUM_LOGPROBS if wants_logprobs(self.mode, self.sampling) else 0,
+            "logprobs": NUM_LOGPROBS if wanted else 0,
             "one_by_one": self.one_by_one,
             "stream": self.stream,
             "snapshots": self.snapshots and self.mode.kind == "tree",
@@ -108,8 +111,8 @@ def run_job(
 def _environment() -> dict[str, str]:
     """The child's environment.
 
-    On a CPU, Triton's own library is interpreted only if Triton hears of it before torch imports it,
-    which is before vLLM asks for our platform. The stock chain's rejection kernels need that.
+    On a CPU, Triton's own library is interpreted only if Triton hears of it before torch imports
+    it, which is before vLLM asks for our platform. The stock chain's rejection kernels need that.
     """
     return {"TRITON_INTERPRET": "1", **os.environ} if is_cpu_build() else dict(os.environ)
 

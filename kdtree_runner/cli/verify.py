@@ -23,6 +23,7 @@ CHAIN = Mode("chain")
 
 
 def run(args: argparse.Namespace) -> ExitCode:
+    """Run every engine, compare, report."""
     from kdtree_runner.cli.render import EngineProgress, show_check
     from kdtree_runner.cli.report import Check, EngineRun, default_epsilon
     from kdtree_runner.cli.supervise import Job, run_job
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> ExitCode:
 
 
 def choose_modes(args: argparse.Namespace) -> list[Mode]:
-    """The engines in running order: trees first, since they refuse what does not fit at start-up."""
+    """The engines in running order: trees first, they refuse at start-up what does not fit."""
     budgets = list(dict.fromkeys(args.tree_budget or [DEFAULT_BUDGET]))
     modes = [Mode("tree", budget) for budget in budgets]
     if args.with_chain:
@@ -77,6 +78,7 @@ def choose_prompts(path: Path | None, num_prompts: int | None) -> list[Prompt]:
 
 
 def engine_settings(args: argparse.Namespace) -> EngineSettings:
+    """What the flags say of the engines."""
     check_model("--model", args.model)
     check_model("--drafter", args.drafter)
     return EngineSettings(
@@ -96,6 +98,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
 
 
 def sampling_settings(args: argparse.Namespace) -> Sampling:
+    """What the flags say of the choice of tokens."""
     return Sampling(
         max_tokens=args.max_tokens,
         temperature=args.temperature,

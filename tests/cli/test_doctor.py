@@ -41,8 +41,16 @@ def _installed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("capability", "runs"),
-    [("8.0", False), ("9.0", True), ("10.0", True), ("10.3", True), ("11.0", False)]
-    + [("12.0", True), ("12.1", True), ("13.0", True)],  # the last by PTX
+    [
+        ("8.0", False),
+        ("9.0", True),
+        ("10.0", True),
+        ("10.3", True),
+        ("11.0", False),
+        ("12.0", True),
+        ("12.1", True),
+        ("13.0", True),  # by PTX
+    ],
 )
 def test_architectures_of_the_fat_binary(capability: str, runs: bool) -> None:
     assert fits(capability, ALL) == runs

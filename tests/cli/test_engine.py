@@ -6,7 +6,7 @@ import pytest
 from cli_fakes import CHAIN, CONTROL, PLAIN, SETTINGS, TREE
 
 from kdtree_runner.cli import engine
-from kdtree_runner.cli.engine import Sampling, engine_args, wants_logprobs
+from kdtree_runner.cli.engine import Sampling, engine_args, wants_gaps
 
 
 @pytest.mark.parametrize("cpu", [True, False])
@@ -65,7 +65,7 @@ def test_what_is_not_set_is_left_to_vllm() -> None:
 
 def test_gaps_are_recorded_of_the_greedy_baseline_only() -> None:
     greedy, sampled = Sampling(max_tokens=4), Sampling(max_tokens=4, temperature=0.7)
-    assert wants_logprobs(PLAIN, greedy)
-    assert not wants_logprobs(PLAIN, sampled)
-    assert not wants_logprobs(TREE, greedy)
-    assert not wants_logprobs(CONTROL, greedy)
+    assert wants_gaps(PLAIN, greedy)
+    assert not wants_gaps(PLAIN, sampled)
+    assert not wants_gaps(TREE, greedy)
+    assert not wants_gaps(CONTROL, greedy)

@@ -62,7 +62,7 @@ def test_bad_rows_name_their_line(tmp_path: Path, row: str, message: str) -> Non
 
 
 def test_unusable_files(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--prompts: wanted a readable UTF-8 file, got .*No such"):
+    with pytest.raises(UserError, match=r"--prompts: wanted a readable UTF-8 file, got .*No such"):
         load_file(tmp_path / "absent.txt")
     with pytest.raises(UserError, match="--prompts: wanted a file with at least one prompt"):
         load_file(write(tmp_path, "empty.txt", "\n\n"))
@@ -72,7 +72,7 @@ def test_unusable_files(tmp_path: Path) -> None:
 
 
 def test_missing_heldout_is_the_users_to_replace(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="shipped prompts are missing.*use --prompts"):
+    with pytest.raises(UserError, match=r"shipped prompts are missing.*use --prompts"):
         load_heldout(1, tmp_path / "absent.jsonl")
 
 

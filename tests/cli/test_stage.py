@@ -10,7 +10,7 @@ from kdtree_runner.cli.stage import Stage
 
 def make_stage() -> Stage:
     console = Console(file=io.StringIO(), force_terminal=True, width=100, color_system=None)
-    return Stage([PLAIN, TREE], num_prompts=2, max_tokens=8, console=console)
+    return Stage([PLAIN, TREE], prompts=["import os\n", "x"], console=console)
 
 
 def shown(stage: Stage) -> str:
@@ -40,6 +40,7 @@ def test_text_grows_and_restarts_with_each_prompt() -> None:
     show(step(0, "def f", 2))
     show(step(0, "(x):", 3))
     screen = shown(stage)
+    assert "import os" in screen
     assert "def f(x):" in screen
     assert "prompt 1 of 2" in screen
     assert "5 tokens in 2 steps, 2.5 tok/s" in screen

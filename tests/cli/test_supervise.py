@@ -30,7 +30,7 @@ def test_result_and_events(tmp_path: Path) -> None:
 
 def test_refusal_is_the_users_mistake(tmp_path: Path) -> None:
     body = "send({'event': 'error', 'kind': 'refused', 'message': 'tree_budget: wanted 1'})\n"
-    with pytest.raises(UserError, match="^tree 16: tree_budget: wanted 1$"):
+    with pytest.raises(UserError, match=r"^tree 16: tree_budget: wanted 1$"):
         run(tmp_path, body)
 
 
