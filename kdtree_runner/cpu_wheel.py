@@ -300,6 +300,27 @@ def _mend_drafter_pages() -> None:
     CPUAttentionBackend.get_supported_kernel_block_sizes = staticmethod(supported)  # type: ignore[method-assign]
 
 
+def normalize_context_k(self: Any, all_k: Tensor) -> Tensor:
+    """RMS norm of the drafter's context keys, layer by layer; method of DFlashQwen3Model.
+
+    all_k: [layers, tokens, kv_heads, head_dim]. vLLM hands one [layers, head_dim] weight to rms_norm,
+    whose CPU operator takes row 0 of it for every layer: keys of layers 1 and up are wrong, silently.
+    The text stays right, the chain of the miniature pair falls from 3.94 to 3.41 tokens a step.
+    """
+    from vllm import _custom_ops
+
+    normed = torch.empty_like(all_k)
+    for layer, weight in enumerate(self._k_norm_weights):
+        _custom_ops.rms_norm(normed[layer], all_k[layer], weight, self._rms_norm_eps)
+    return normed
+
+
+def _mend_drafter_norm() -> None:
+    from vllm.model_executor.models.qwen3_dflash import DFlashQwen3Model
+
+    DFlashQwen3Model._normalize_context_k = normalize_context_k  # type: ignore[method-assign]
+
+
 _applied = False
 
 
@@ -316,6 +337,7 @@ def apply() -> None:
         )
     _mend_rotary()
     _mend_drafter_pages()
+    _mend_drafter_norm()
     cpu_batch.install()
     import vllm.v1.worker.gpu.sample.gumbel as gumbel
     import vllm.v1.worker.gpu.sample.sampler as sampler
