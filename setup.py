@@ -1,4 +1,4 @@
-"""Builds the native library with CMake and puts it into the package; the rest is in pyproject.toml."""
+"""Builds the native library with CMake and puts it into the package; see pyproject.toml."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIBRARY = "libkdtree_kernels_c.so"
 
 
 def tool(name: str) -> str:
-    """The tool of the running Python's environment, which is not always on PATH, or of the system."""
+    """A tool of the running Python's environment, which is not always on PATH, or of the system."""
     beside = Path(sys.executable).with_name(name)
     return str(beside) if beside.exists() else shutil.which(name) or name
 
@@ -64,7 +64,7 @@ class BuildNative(Command):
 
 
 class Build(build):
-    sub_commands = [*build.sub_commands, ("build_native", None)]
+    sub_commands = (*build.sub_commands, ("build_native", None))
 
 
 class PlatformWheel(bdist_wheel):

@@ -1,7 +1,8 @@
 """Loads libkdtree_kernels_c, the native library of the operators, and mirrors its C structs.
 
 Needs the standard library alone, so that other engines can use the operators without Torch.
-The contract of every struct and function is csrc/include/kdtree.h; fields here have its names and order.
+The contract of every struct and function is csrc/include/kdtree.h, whose names and order of fields
+these are.
 """
 
 from __future__ import annotations
@@ -181,7 +182,10 @@ def library_path() -> Path:
 
 @functools.cache
 def load() -> ctypes.CDLL:
-    """The library, with the types of its functions set. Raises ImportError when it is missing or of another ABI."""
+    """The library, with the types of its functions set.
+
+    Raises ImportError when it is missing or of another ABI.
+    """
     path = library_path()
     try:
         lib = ctypes.CDLL(str(path))
@@ -217,7 +221,7 @@ def operator(name: str) -> Callable[[Structure], None]:
 
 
 def raise_error(status: int) -> NoReturn:
-    """Raise this thread's last error: the caller's mistake, an unsupported request, or the device's."""
+    """Raise this thread's last error as what its status says it is."""
     message = load().kdtree_last_error().decode()
     if status == 1:
         raise ValueError(message)
@@ -232,7 +236,7 @@ def build_info() -> str:
 
 
 def set_cpu_threads(num_threads: int) -> None:
-    """Threads that CPU operators may use, the caller's included; 0: as many as there are processors."""
+    """Threads that CPU operators may use, the caller's included; 0: one a processor."""
     status = load().kdtree_set_cpu_threads(num_threads)
     if status:
         raise_error(status)

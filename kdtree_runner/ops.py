@@ -1,13 +1,17 @@
-"""The operators in Torch: torch.ops.kdtree.*, and a typed wrapper of each.
+"""The operators in Torch: torch.ops.kdtree.*, and their typed wrappers.
 
-All of them write into their arguments and return nothing. What they do is said in csrc/include/kdtree.h,
-and the names of sizes are its: B requests, N nodes, T = 1 + N, L horizon, K candidates, R rows of the
-tree state, A = L + 1, H heads, S vocabulary shards. CPU and CUDA tensors go to the same C interface.
+All of them write into their arguments and return nothing. What they do is said in
+csrc/include/kdtree.h, whose names of sizes these are: B requests, N nodes, T = 1 + N, L horizon,
+K candidates, R rows of the tree state, A = L + 1, H heads, S vocabulary shards. CPU and CUDA
+tensors go to the same C interface.
 """
 
 from __future__ import annotations
 
 import ctypes
+import functools
+from collections.abc import Callable
+from typing import ParamSpec
 
 import torch
 from torch import Tensor
@@ -24,6 +28,30 @@ _DTYPES = {
     torch.uint8: native.FLOAT8_E4M3,  # how vLLM keeps a float8 cache
 }
 _KEY_DIM, _VALUE_DIM = 576, 512
+P = ParamSpec("P")
+
+
+def _operator(*outputs: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Register a function as the operator of its name, for CPU and CUDA; `outputs` are written to.
+
+    What comes in its place calls torch.ops.kdtree.<name>, whose fake does nothing.
+    """
+
+    def register(function: Callable[P, None]) -> Callable[P, None]:
+        name = function.__name__
+        LIB.define(name + torch.library.infer_schema(function, mutates_args=outputs))
+        for key in ("CPU", "CUDA"):
+            LIB.impl(name, function, key)
+        torch.library.register_fake(f"kdtree::{name}", lambda *args, **kwargs: None, lib=LIB)
+        overload = getattr(torch.ops.kdtree, name).default
+
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            overload(*args, **kwargs)
+
+        return call
+
+    return register
 
 
 def _device_and_stream(tensor: Tensor) -> tuple[int, int | None]:
@@ -32,8 +60,8 @@ def _device_and_stream(tensor: Tensor) -> tuple[int, int | None]:
     return native.CPU, None
 
 
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
+def _pointers(*tensors: Tensor | None) -> list[int | None]:
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _check(name: str, tensor: Tensor | None, dtype: torch.dtype, *shape: int) -> None:
@@ -58,16 +86,24 @@ def _describe(tensor: Tensor) -> str:
     return f"{tensor.dtype} {list(tensor.shape)} with strides {tensor.stride()}"
 
 
-def _register(name: str, schema: str, implementation, fake=lambda *args, **kwargs: None):  # type: ignore[no-untyped-def]
-    """Define torch.ops.kdtree.`name` for CPU and CUDA tensors; returns its overload."""
-    LIB.define(f"{name}{schema}")
-    for key in ("CPU", "CUDA"):
-        LIB.impl(name, implementation, key)
-    torch.library.register_fake(f"kdtree::{name}", fake, lib=LIB)
-    return getattr(torch.ops.kdtree, name).default
+# ---- tree_build ----------------------------------------------------------------------------------
+
+_native_build_candidates = native.operator("kdtree_build_candidates")
+_native_build_select = native.operator("kdtree_build_select")
+_native_build_ddtree = native.operator("kdtree_build_ddtree")
 
 
-# ---- tree_build ------------------------------------------------------------------------------------
+@_operator("values", "ids", "lse")
+def build_candidates(
+    logits: Tensor, values: Tensor, ids: Tensor, lse: Tensor, vocab_offset: int = 0
+) -> None:
+    """The K largest logits of each row, and its log-sum-exp, over one vocabulary shard.
+
+    logits: [rows, V] float32 or bfloat16; its column 0 is token `vocab_offset`.
+    values: out [rows, K] float32, larger first. ids: out [rows, K] int32, -1 past the last one.
+    lse: out [rows, 3] int64, a kdtree_lse each.
+    """
+    _native_build_candidates(_candidates_params(logits, values, ids, lse, vocab_offset))
 
 
 def _candidates_params(
@@ -88,120 +124,17 @@ def _candidates_params(
         vocab_size,
         vocab_offset,
         topk,
-        values.data_ptr(),
-        ids.data_ptr(),
-        lse.data_ptr(),
+        *_pointers(values, ids, lse),
     )
 
 
-_native_build_candidates = native.operator("kdtree_build_candidates")
-
-
-def _build_candidates_impl(
-    logits: Tensor, values: Tensor, ids: Tensor, lse: Tensor, vocab_offset: int
-) -> None:
-    _native_build_candidates(_candidates_params(logits, values, ids, lse, vocab_offset))
-
-
-_build_candidates = _register(
-    "build_candidates",
-    "(Tensor logits, Tensor(a!) values, Tensor(b!) ids, Tensor(c!) lse, int vocab_offset) -> ()",
-    _build_candidates_impl,
+_TREE_OUTPUTS = (
+    *("tokens", "parents", "depths", "ancestors"),
+    *("positions", "first_child", "next_sibling", "scores"),
 )
 
 
-def build_candidates(
-    logits: Tensor, values: Tensor, ids: Tensor, lse: Tensor, vocab_offset: int = 0
-) -> None:
-    """The K largest logits of each row, and its log-sum-exp, over one vocabulary shard.
-
-    logits: [rows, V] float32 or bfloat16; its column 0 is token `vocab_offset`.
-    values: out [rows, K] float32, larger first. ids: out [rows, K] int32, -1 past the last one.
-    lse: out [rows, 3] int64, a kdtree_lse each.
-    """
-    _build_candidates(logits, values, ids, lse, vocab_offset)
-
-
-def _select_params(
-    values: Tensor,
-    ids: Tensor,
-    lse: Tensor,
-    horizon: int,
-    spine: bool,
-    chain_only: Tensor | None,
-    tree_rows: Tensor | None,
-    base: Tensor | None,
-    tokens: Tensor,
-    parents: Tensor,
-    depths: Tensor,
-    ancestors: Tensor,
-    positions: Tensor | None,
-    first_child: Tensor | None,
-    next_sibling: Tensor | None,
-    scores: Tensor | None,
-) -> native.SelectParams:
-    batch, num_nodes = tokens.shape
-    num_shards, rows, topk = values.shape
-    num_tree_rows, num_tokens = parents.shape
-    _check("values", values, torch.float32, num_shards, batch * horizon, topk)
-    _check("ids", ids, torch.int32, num_shards, rows, topk)
-    _check("lse", lse, torch.int64, num_shards, rows, LSE_WORDS)
-    _check("chain_only", chain_only, torch.bool, num_tree_rows)
-    _check("tree_rows", tree_rows, torch.int32, batch)
-    _check("base", base, torch.int64, batch)
-    _check("tokens", tokens, torch.int64, batch, num_nodes)
-    _check("parents", parents, torch.int32, num_tree_rows, num_nodes + 1)
-    _check("depths", depths, torch.int32, num_tree_rows, num_tokens)
-    _check("ancestors", ancestors, torch.int32, num_tree_rows, num_tokens, horizon + 1)
-    _check("positions", positions, torch.int64, batch, num_tokens)
-    _check("first_child", first_child, torch.int32, num_tree_rows, num_tokens)
-    _check("next_sibling", next_sibling, torch.int32, num_tree_rows, num_tokens)
-    _check("scores", scores, torch.int64, batch, num_nodes)
-    return native.SelectParams(
-        *_device_and_stream(tokens),
-        batch,
-        horizon,
-        num_nodes,
-        topk,
-        num_shards,
-        spine,
-        values.data_ptr(),
-        ids.data_ptr(),
-        lse.data_ptr(),
-        _pointer(chain_only),
-        _pointer(tree_rows),
-        _pointer(base),
-        num_tree_rows,
-        tokens.data_ptr(),
-        parents.data_ptr(),
-        depths.data_ptr(),
-        ancestors.data_ptr(),
-        _pointer(positions),
-        _pointer(first_child),
-        _pointer(next_sibling),
-        _pointer(scores),
-    )
-
-
-_native_build_select = native.operator("kdtree_build_select")
-
-
-def _build_select_impl(*args, **kwargs) -> None:  # type: ignore[no-untyped-def]
-    _native_build_select(_select_params(*args, **kwargs))
-
-
-_TREE_SCHEMA = (
-    "bool spine, Tensor? chain_only, Tensor? tree_rows, Tensor? base, Tensor(a!) tokens, "
-    "Tensor(b!) parents, Tensor(c!) depths, Tensor(d!) ancestors, Tensor(e!)? positions, "
-    "Tensor(f!)? first_child, Tensor(g!)? next_sibling, Tensor(h!)? scores"
-)
-_build_select = _register(
-    "build_select",
-    f"(Tensor values, Tensor ids, Tensor lse, int horizon, {_TREE_SCHEMA}) -> ()",
-    _build_select_impl,
-)
-
-
+@_operator(*_TREE_OUTPUTS)
 def build_select(
     values: Tensor,
     ids: Tensor,
@@ -224,56 +157,62 @@ def build_select(
     """Merge the candidates of all shards and grow each request's tree best-first.
 
     values: [S, B * L, K] float32. ids: [S, B * L, K] int32. lse: [S, B * L, 3] int64.
-    chain_only: [R] bool, requests that get the chain of best candidates alone.
+    chain_only: [R] bool, requests that get the chain of best candidates alone; None: none.
     tree_rows: [B] int32, row of the tree state to write, -1: none; None: row b.
     base: [B] int64, position of the root; needed for `positions` alone.
-    tokens: out [B, N] int64. parents, depths: out [R, T] int32. ancestors: out [R, T, L + 1] int32.
-    positions: out [B, T] int64. first_child, next_sibling: out [R, T] int32.
-    scores: out [B, N] int64 in units of 2^-32.
+    tokens: out [B, N] int64. parents, depths: out [R, T] int32.
+    ancestors: out [R, T, L + 1] int32. positions: out [B, T] int64.
+    first_child, next_sibling: out [R, T] int32. scores: out [B, N] int64 in units of 2^-32.
     """
-    _build_select(
-        values,
-        ids,
-        lse,
+    outputs = (tokens, parents, depths, ancestors, positions, first_child, next_sibling, scores)
+    candidates, requests = (values, ids, lse), (chain_only, tree_rows, base)
+    _native_build_select(_select_params(candidates, horizon, spine, requests, outputs))
+
+
+def _select_params(
+    candidates: tuple[Tensor, Tensor, Tensor],
+    horizon: int,
+    spine: bool,
+    requests: tuple[Tensor | None, Tensor | None, Tensor | None],
+    outputs: tuple[
+        Tensor, Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None
+    ],
+) -> native.SelectParams:
+    values, ids, lse = candidates
+    chain_only, tree_rows, base = requests
+    tokens, parents, depths, ancestors, positions, first_child, next_sibling, scores = outputs
+    batch, num_nodes = tokens.shape
+    num_shards, _, topk = values.shape
+    num_tree_rows, num_tokens = parents.shape
+    _check("values", values, torch.float32, num_shards, batch * horizon, topk)
+    _check("ids", ids, torch.int32, num_shards, batch * horizon, topk)
+    _check("lse", lse, torch.int64, num_shards, batch * horizon, LSE_WORDS)
+    _check("chain_only", chain_only, torch.bool, num_tree_rows)
+    _check("tree_rows", tree_rows, torch.int32, batch)
+    _check("base", base, torch.int64, batch)
+    _check("tokens", tokens, torch.int64, batch, num_nodes)
+    _check("parents", parents, torch.int32, num_tree_rows, num_nodes + 1)
+    _check("depths", depths, torch.int32, num_tree_rows, num_tokens)
+    _check("ancestors", ancestors, torch.int32, num_tree_rows, num_tokens, horizon + 1)
+    _check("positions", positions, torch.int64, batch, num_tokens)
+    _check("first_child", first_child, torch.int32, num_tree_rows, num_tokens)
+    _check("next_sibling", next_sibling, torch.int32, num_tree_rows, num_tokens)
+    _check("scores", scores, torch.int64, batch, num_nodes)
+    return native.SelectParams(
+        *_device_and_stream(tokens),
+        batch,
         horizon,
+        num_nodes,
+        topk,
+        num_shards,
         spine,
-        chain_only,
-        tree_rows,
-        base,
-        tokens,
-        parents,
-        depths,
-        ancestors,
-        positions,
-        first_child,
-        next_sibling,
-        scores,
+        *_pointers(values, ids, lse, chain_only, tree_rows, base),
+        num_tree_rows,
+        *_pointers(*outputs),
     )
 
 
-_native_build_ddtree = native.operator("kdtree_build_ddtree")
-
-
-def _build_ddtree_impl(logits: Tensor, topk: int, *tree) -> None:  # type: ignore[no-untyped-def]
-    batch, horizon, vocab_size = logits.shape
-    rows = batch * horizon
-    values = logits.new_empty(1, rows, topk, dtype=torch.float32)
-    ids = logits.new_empty(1, rows, topk, dtype=torch.int32)
-    lse = logits.new_empty(1, rows, LSE_WORDS, dtype=torch.int64)
-    flat = logits.view(rows, vocab_size)
-    _native_build_ddtree(
-        native.BuildParams(
-            _candidates_params(flat, values[0], ids[0], lse[0], 0),
-            _select_params(values, ids, lse, horizon, *tree),
-        )
-    )
-
-
-_build_ddtree = _register(
-    "build_ddtree", f"(Tensor logits, int topk, {_TREE_SCHEMA}) -> ()", _build_ddtree_impl
-)
-
-
+@_operator(*_TREE_OUTPUTS)
 def build_ddtree(
     logits: Tensor,
     topk: int,
@@ -291,33 +230,33 @@ def build_ddtree(
     next_sibling: Tensor | None = None,
     scores: Tensor | None = None,
 ) -> None:
-    """build_candidates and build_select in one call, for an unsharded vocabulary. Allocates scratch.
+    """build_candidates and build_select in one call, of a whole vocabulary. Allocates scratch.
 
-    logits: [B, L, V] float32 or bfloat16, positions of a request evenly strided over the batch.
-    topk: K. The other arguments are build_select's.
+    logits: [B, L, V] float32 or bfloat16, its rows evenly strided. topk: K.
+    The other arguments are build_select's.
     """
-    _build_ddtree(
-        logits,
-        topk,
-        spine,
-        chain_only,
-        tree_rows,
-        base,
-        tokens,
-        parents,
-        depths,
-        ancestors,
-        positions,
-        first_child,
-        next_sibling,
-        scores,
+    batch, horizon, vocab_size = logits.shape
+    rows = batch * horizon
+    values = logits.new_empty(1, rows, topk, dtype=torch.float32)
+    ids = logits.new_empty(1, rows, topk, dtype=torch.int32)
+    lse = logits.new_empty(1, rows, LSE_WORDS, dtype=torch.int64)
+    outputs = (tokens, parents, depths, ancestors, positions, first_child, next_sibling, scores)
+    requests = (chain_only, tree_rows, base)
+    _native_build_ddtree(
+        native.BuildParams(
+            _candidates_params(logits.view(rows, vocab_size), values[0], ids[0], lse[0], 0),
+            _select_params((values, ids, lse), horizon, spine, requests, outputs),
+        )
     )
 
 
-# ---- verify_attn -----------------------------------------------------------------------------------
+# ---- verify_attn ---------------------------------------------------------------------------------
+
+_native_verify_attn = native.operator("kdtree_verify_attn")
 
 
-def _verify_attn_params(
+@_operator("out", "lse", "workspace")
+def verify_attn(
     q: Tensor,
     kv_cache: Tensor,
     block_table: Tensor,
@@ -330,9 +269,21 @@ def _verify_attn_params(
     softmax_scale: float,
     kv_scale: float,
     out: Tensor,
-    lse: Tensor | None,
-    workspace: Tensor | None,
-) -> native.VerifyAttnParams:
+    lse: Tensor | None = None,
+    workspace: Tensor | None = None,
+) -> None:
+    """MLA attention over a paged latent cache, for any mix of trees, chains and plain decodes.
+
+    A node's result is, bit for bit, that of the plain decode of its path.
+
+    q: [num_tokens, H, 576] float32 (CPU) or bfloat16. kv_cache: [pages, page, 576] of q's dtype,
+    or float8_e4m3 (uint8 is taken as such) in units of `kv_scale`.
+    block_table: [B, max_pages] int32. seq_lens: [B] int32, query tokens included.
+    query_start_loc: [B + 1] int32. tree_rows: [B] int32, row of depths [R, T] and ancestors
+    [R, T, A] int32, -1: a chain; None: all are chains. out: out [num_tokens, H, 512] of q's dtype.
+    lse: out [num_tokens, H] float32, natural logarithm. workspace: uint8, at least
+    verify_attn_workspace() bytes.
+    """
     num_tokens, num_heads, _ = q.shape
     num_pages, page_size, _ = kv_cache.shape
     batch = seq_lens.shape[0]
@@ -354,100 +305,36 @@ def _verify_attn_params(
         _check("tree_rows", tree_rows, torch.int32, batch)
         _check("depths", depths, torch.int32, num_tree_rows, tree_width)
         _check("ancestors", ancestors, torch.int32, num_tree_rows, tree_width, ancestor_width)
-    return native.VerifyAttnParams(
-        *_device_and_stream(q),
-        batch,
-        num_tokens,
-        num_heads,
-        max_query_len,
-        _DTYPES[q.dtype],
-        _DTYPES[kv_cache.dtype],
-        q.data_ptr(),
-        q.stride(0),
-        q.stride(1),
-        kv_cache.data_ptr(),
-        kv_cache.stride(0),
-        kv_cache.stride(1),
-        page_size,
-        num_pages,
-        block_table.data_ptr(),
-        block_table.stride(0),
-        seq_lens.data_ptr(),
-        query_start_loc.data_ptr(),
-        _pointer(tree_rows),
-        _pointer(depths),
-        _pointer(ancestors),
-        tree_width,
-        ancestor_width,
-        softmax_scale,
-        kv_scale,
-        out.data_ptr(),
-        out.stride(0),
-        out.stride(1),
-        _pointer(lse),
-        _pointer(workspace),
-        0 if workspace is None else workspace.numel(),
-    )
-
-
-_native_verify_attn = native.operator("kdtree_verify_attn")
-
-
-def _verify_attn_impl(*args) -> None:  # type: ignore[no-untyped-def]
-    _native_verify_attn(_verify_attn_params(*args))
-
-
-_verify_attn = _register(
-    "verify_attn",
-    "(Tensor q, Tensor kv_cache, Tensor block_table, Tensor seq_lens, Tensor query_start_loc, "
-    "int max_query_len, Tensor? tree_rows, Tensor? depths, Tensor? ancestors, float softmax_scale, "
-    "float kv_scale, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace) -> ()",
-    _verify_attn_impl,
-)
-
-
-def verify_attn(
-    q: Tensor,
-    kv_cache: Tensor,
-    block_table: Tensor,
-    seq_lens: Tensor,
-    query_start_loc: Tensor,
-    max_query_len: int,
-    tree_rows: Tensor | None,
-    depths: Tensor | None,
-    ancestors: Tensor | None,
-    softmax_scale: float,
-    kv_scale: float,
-    out: Tensor,
-    lse: Tensor | None = None,
-    workspace: Tensor | None = None,
-) -> None:
-    """MLA attention over a paged latent cache, for any mix of trees, chains and plain decodes.
-
-    A node's result is, bit for bit, that of the plain decode of its path.
-
-    q: [num_tokens, H, 576] float32 (CPU) or bfloat16. kv_cache: [pages, page, 576] of q's dtype, or
-    float8_e4m3 (uint8 is taken as such) in units of `kv_scale`. block_table: [B, max_pages] int32.
-    seq_lens: [B] int32, query tokens included. query_start_loc: [B + 1] int32.
-    tree_rows: [B] int32, row of depths [R, T] and ancestors [R, T, A] int32, -1: a chain; None: all are.
-    out: out [num_tokens, H, 512] of q's dtype. lse: out [num_tokens, H] float32, natural logarithm.
-    workspace: uint8, at least verify_attn_workspace() bytes.
-    """
-    _verify_attn(
-        q,
-        kv_cache,
-        block_table,
-        seq_lens,
-        query_start_loc,
-        max_query_len,
-        tree_rows,
-        depths,
-        ancestors,
-        softmax_scale,
-        kv_scale,
-        out,
-        lse,
-        workspace,
+    _native_verify_attn(
+        native.VerifyAttnParams(
+            *_device_and_stream(q),
+            batch,
+            num_tokens,
+            num_heads,
+            max_query_len,
+            _DTYPES[q.dtype],
+            _DTYPES[kv_cache.dtype],
+            q.data_ptr(),
+            q.stride(0),
+            q.stride(1),
+            kv_cache.data_ptr(),
+            kv_cache.stride(0),
+            kv_cache.stride(1),
+            page_size,
+            num_pages,
+            block_table.data_ptr(),
+            block_table.stride(0),
+            *_pointers(seq_lens, query_start_loc, tree_rows, depths, ancestors),
+            tree_width,
+            ancestor_width,
+            softmax_scale,
+            kv_scale,
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            *_pointers(lse, workspace),
+            0 if workspace is None else workspace.numel(),
+        )
     )
 
 
@@ -456,7 +343,7 @@ def verify_attn_workspace(
 ) -> int:
     """Bytes of workspace for verify_attn calls of at most these sizes; 0 on the CPU.
 
-    q, kv_cache, block_table: as for verify_attn; only sizes, types and devices are looked at.
+    q, kv_cache, block_table: as verify_attn's; only sizes, types and device are looked at.
     """
     params = native.VerifyAttnParams(
         device=native.CUDA if q.is_cuda else native.CPU,
@@ -473,12 +360,13 @@ def verify_attn_workspace(
     return int(native.load().kdtree_verify_attn_workspace(ctypes.byref(params)))
 
 
-# ---- tree_accept -----------------------------------------------------------------------------------
+# ---- tree_accept ---------------------------------------------------------------------------------
 
 _native_tree_accept = native.operator("kdtree_tree_accept")
 
 
-def _tree_accept_impl(
+@_operator("path", "emitted", "num_emitted")
+def tree_accept(
     tokens: Tensor,
     targets: Tensor,
     row_start: Tensor,
@@ -488,6 +376,13 @@ def _tree_accept_impl(
     emitted: Tensor,
     num_emitted: Tensor,
 ) -> None:
+    """Walk each tree by the target's token at each node.
+
+    tokens, targets: [rows] int64, of request b from row_start[b] on, the root first.
+    row_start: [B + 1] int32. tree_rows: [B] int32, row of parents [R, T] int32, -1: a chain.
+    path: out [B, A] int32, the last node repeated past the end. emitted: out [B, W >= A] int64, 0
+    past the end. num_emitted: out [B] int32, accepted nodes + 1; 0 for a request without rows.
+    """
     batch, max_path = path.shape
     num_rows, emitted_width = tokens.numel(), emitted.shape[1]
     tree_width = 0 if parents is None else parents.shape[1]
@@ -505,60 +400,33 @@ def _tree_accept_impl(
             *_device_and_stream(tokens),
             batch,
             max_path,
-            tokens.data_ptr(),
-            targets.data_ptr(),
-            row_start.data_ptr(),
-            _pointer(tree_rows),
-            _pointer(parents),
+            *_pointers(tokens, targets, row_start, tree_rows, parents),
             tree_width,
             emitted_width,
-            path.data_ptr(),
-            emitted.data_ptr(),
-            num_emitted.data_ptr(),
+            *_pointers(path, emitted, num_emitted),
         )
     )
 
 
-_tree_accept = _register(
-    "tree_accept",
-    "(Tensor tokens, Tensor targets, Tensor row_start, Tensor? tree_rows, Tensor? parents, "
-    "Tensor(a!) path, Tensor(b!) emitted, Tensor(c!) num_emitted) -> ()",
-    _tree_accept_impl,
-)
-
-
-def tree_accept(
-    tokens: Tensor,
-    targets: Tensor,
-    row_start: Tensor,
-    tree_rows: Tensor | None,
-    parents: Tensor | None,
-    path: Tensor,
-    emitted: Tensor,
-    num_emitted: Tensor,
-) -> None:
-    """Walk each tree by the target's token at each node.
-
-    tokens, targets: [rows] int64, of request b from row_start[b] on, the root first.
-    row_start: [B + 1] int32. tree_rows: [B] int32, row of parents [R, T] int32, -1: a chain.
-    path: out [B, A] int32, the last node repeated past the end. emitted: out [B, W >= A] int64, 0 past
-    the end. num_emitted: out [B] int32, accepted nodes + 1; 0 for a request without rows.
-    """
-    _tree_accept(tokens, targets, row_start, tree_rows, parents, path, emitted, num_emitted)
-
-
-# ---- kv_commit -------------------------------------------------------------------------------------
+# ---- kv_commit -----------------------------------------------------------------------------------
 
 _native_kv_commit = native.operator("kdtree_kv_commit")
 
 
-def _kv_commit_impl(
+@_operator("layers")
+def kv_commit(
     layers: list[Tensor],
     slots: Tensor | None,
     query_start_loc: Tensor,
     path: Tensor,
     num_emitted: Tensor,
 ) -> None:
+    """Move the rows of each accepted path into sequence: node path[d] to node d, in every layer.
+
+    layers: caches [pages, page, width] with `slots`, else tensors [rows, width]; all of one shape,
+    dtype and strides, written in place. slots: [num_tokens] int64, cache slot of each query token,
+    negative: skipped. query_start_loc: [B + 1] int32. path: [B, A] int32. num_emitted: [B] int32.
+    """
     if not layers:
         return
     batch, max_path = path.shape
@@ -566,16 +434,11 @@ def _kv_commit_impl(
     shape, stride, dtype = first.shape, first.stride(), first.dtype
     for layer in layers:
         if layer.shape != shape or layer.stride() != stride or layer.dtype != dtype:
-            raise ValueError(
-                f"layers must all be {dtype} {list(shape)} with strides {stride}, "
-                f"got {layer.dtype} {list(layer.shape)} with strides {layer.stride()}"
-            )
+            raise ValueError(f"layers must all be {_describe(first)}, got {_describe(layer)}")
     num_dims = 2 if slots is None else 3
     if first.dim() != num_dims or stride[-1] != 1:
-        raise ValueError(
-            f"layers must have {num_dims} dimensions and contiguous rows, "
-            f"got {list(shape)} with strides {stride}"
-        )
+        wanted = f"of {num_dims} dimensions with contiguous rows"
+        raise ValueError(f"layers must be {wanted}, got {_describe(first)}")
     if slots is not None:
         _check("slots", slots, torch.int64, slots.numel())
     _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
@@ -593,33 +456,6 @@ def _kv_commit_impl(
             stride[0] * size,
             stride[-2] * size,
             shape[1],
-            _pointer(slots),
-            query_start_loc.data_ptr(),
-            path.data_ptr(),
-            num_emitted.data_ptr(),
+            *_pointers(slots, query_start_loc, path, num_emitted),
         )
     )
-
-
-_kv_commit = _register(
-    "kv_commit",
-    "(Tensor(a!)[] layers, Tensor? slots, Tensor query_start_loc, Tensor path, Tensor num_emitted) "
-    "-> ()",
-    _kv_commit_impl,
-)
-
-
-def kv_commit(
-    layers: list[Tensor],
-    slots: Tensor | None,
-    query_start_loc: Tensor,
-    path: Tensor,
-    num_emitted: Tensor,
-) -> None:
-    """Move the rows of each accepted path into sequence: node path[d] to node d, in every layer.
-
-    layers: caches [pages, page, width] with `slots`, else tensors [rows, width]; all of one shape,
-    dtype and strides, written in place. slots: [num_tokens] int64, cache slot of each query token,
-    negative: skipped. query_start_loc: [B + 1] int32. path: [B, A] int32. num_emitted: [B] int32.
-    """
-    _kv_commit(layers, slots, query_start_loc, path, num_emitted)

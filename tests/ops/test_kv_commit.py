@@ -96,9 +96,9 @@ def test_errors() -> None:
         ops.kv_commit([layer], None, start, path + 1, count)
     with pytest.raises(ValueError, match=r"num_emitted\[b\] must be in \[0, 3\], got 4"):
         ops.kv_commit([layer], None, start, path, count + 2)
-    with pytest.raises(ValueError, match=r"layers must all be torch.float32 \[6, 5\].* got .*\[6, 4\]"):
+    with pytest.raises(ValueError, match=r"layers must all be .*\[6, 5\].* got .*\[6, 4\]"):
         ops.kv_commit([layer, layer[:, :4]], None, start, path, count)
-    with pytest.raises(ValueError, match=r"layers must have 3 dimensions"):
+    with pytest.raises(ValueError, match=r"layers must be of 3 dimensions"):
         ops.kv_commit([layer], torch.arange(3), start, path, count)
     with pytest.raises(ValueError, match=r"num_layers must be in \[0, 128\], got 129"):
         ops.kv_commit([layer] * 129, None, start, path, count)

@@ -92,7 +92,7 @@ def test_equal_siblings_go_to_the_lower_node() -> None:
 
 
 def test_padding_is_never_accepted() -> None:
-    """Padding has token 0 and parent -1; a target of 0 must not reach it, nor one of -1 a token of -1."""
+    """Token 0 and parent -1: a target of 0 must not reach it, nor one of -1 a token of -1."""
     tokens, parents = ints([3, 0, 0, -1], torch.int64), ints([[-1, -1, -1, 0]])
     assert accept(tokens, ints([0, 0, 0, 0], torch.int64), [0, 4], [0], parents)[2] == [1]
     assert accept(tokens, ints([-1, 0, 0, 0], torch.int64), [0, 4], [0], parents)[2] == [1]

@@ -1,9 +1,10 @@
-"""build_candidates, build_select and build_ddtree against plain Python, written from the header's words."""
+"""build_candidates, build_select and build_ddtree against plain Python."""
 
 from __future__ import annotations
 
 import math
 from fractions import Fraction
+from itertools import pairwise
 
 import pytest
 import torch
@@ -113,9 +114,11 @@ def check_tree(out: dict, b: int, row: int, nodes: list[tuple[int, int, int, flo
     for node in range(1, num_nodes + 1):
         paths.append([*paths[max(parents[node], 0)], node])
     assert out["ancestors"][row].tolist() == [p + [-1] * (width - len(p)) for p in paths]
-    children = [[n for n in range(1, num_nodes + 1) if parents[n] == p] for p in range(len(parents))]
+    children = [
+        [n for n in range(1, num_nodes + 1) if parents[n] == p] for p in range(len(parents))
+    ]
     assert out["first_child"][row].tolist() == [c[0] if c else -1 for c in children]
-    following = {a: b for c in children for a, b in zip(c, c[1:], strict=False)}
+    following = {a: b for c in children for a, b in pairwise(c)}
     assert out["next_sibling"][row].tolist() == [following.get(n, -1) for n in range(len(parents))]
     scores = out["scores"][b].tolist()
     assert scores[len(nodes) :] == [NO_SCORE] * padding
@@ -163,7 +166,11 @@ def test_nan_and_minus_infinity_are_no_candidates() -> None:
     logits[2, 7] = torch.inf
     values, ids, lse = candidates(logits, 3)
     assert ids.tolist() == [[150, -1, -1], [-1, -1, -1], [7, -1, -1]]
-    assert values.tolist() == [[2.0, -torch.inf, -torch.inf], [-torch.inf] * 3, [torch.inf] + [-torch.inf] * 2]
+    assert values.tolist() == [
+        [2.0, -torch.inf, -torch.inf],
+        [-torch.inf] * 3,
+        [torch.inf] + [-torch.inf] * 2,
+    ]
     assert lse[1].tolist() == [2**31, 0, 0]  # INT32_MIN, then zeros
 
 
@@ -206,7 +213,8 @@ def test_log_sum_exp_does_not_depend_on_order() -> None:
 
 @pytest.mark.parametrize("spine", [False, True])
 @pytest.mark.parametrize(
-    "num_nodes, horizon, topk", [(1, 1, 1), (1, 7, 4), (3, 2, 2), (16, 7, 16), (31, 15, 8), (63, 3, 64)]
+    "num_nodes, horizon, topk",
+    [(1, 1, 1), (1, 7, 4), (3, 2, 2), (16, 7, 16), (31, 15, 8), (63, 3, 64)],
 )
 @pytest.mark.parametrize("scale", [0.3, 4.0])
 def test_tree(spine: bool, num_nodes: int, horizon: int, topk: int, scale: float) -> None:
@@ -299,7 +307,7 @@ def test_shards_give_the_tree_of_the_whole(cuts: list[int]) -> None:
     logits[:, 4, 120:] -= 40
     whole = build(logits, topk, num_nodes, spine=True)
     flat = logits.flatten(0, 1)
-    shards = [candidates(flat[:, a:b], topk, a) for a, b in zip(cuts, cuts[1:], strict=False)]
+    shards = [candidates(flat[:, a:b], topk, a) for a, b in pairwise(cuts)]
     for order in (shards, shards[::-1]):
         out = outputs(batch, num_nodes, horizon)
         values, ids, lse = (torch.stack(parts) for parts in zip(*order, strict=True))
@@ -359,7 +367,9 @@ def test_errors_of_the_library(kwargs: dict, message: str) -> None:
 def test_errors_name_argument_wanted_and_got() -> None:
     values, ids = torch.empty(2, 4), torch.empty(2, 4, dtype=torch.int32)
     lse = torch.empty(2, 3, dtype=torch.int64)
-    with pytest.raises(ValueError, match=r"ids must be torch.int32 \[2, 4\], contiguous, got torch.int64"):
+    with pytest.raises(
+        ValueError, match=r"ids must be torch.int32 \[2, 4\], contiguous, got torch.int64"
+    ):
         ops.build_candidates(torch.randn(2, 9), values, ids.long(), lse)
     with pytest.raises(ValueError, match=r"lse must be torch.int64 \[2, 3\].* got .*\[2, 2\]"):
         ops.build_candidates(torch.randn(2, 9), values, ids, lse[:, :2])
@@ -387,10 +397,10 @@ def test_opcheck() -> None:
     base = torch.zeros(2, dtype=torch.int64)
     chain_only = torch.tensor([True, False])
     rows = torch.arange(2, dtype=torch.int32)
-    tree = (True, chain_only, rows, base, *out.values())
-    torch.library.opcheck(torch.ops.kdtree.build_select.default, (values, ids, lse, 3, *tree))
-    torch.library.opcheck(
-        torch.ops.kdtree.build_ddtree.default, (logits.view(2, 3, 40), 4, *tree)
-    )
-    without = (False, None, None, None, *list(out.values())[:4], None, None, None, None)
-    torch.library.opcheck(torch.ops.kdtree.build_select.default, (values, ids, lse, 3, *without))
+    tree = {"spine": True, "chain_only": chain_only, "tree_rows": rows, "base": base, **out}
+    select = torch.ops.kdtree.build_select.default
+    torch.library.opcheck(select, (values, ids, lse), {"horizon": 3, **tree})
+    for name in ("chain_only", "tree_rows", "base", *list(out)[4:]):
+        tree[name] = None
+    torch.library.opcheck(select, (values, ids, lse), {"horizon": 3, **tree})
+    torch.library.opcheck(torch.ops.kdtree.build_ddtree.default, (logits.view(2, 3, 40), 4), tree)

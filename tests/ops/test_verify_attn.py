@@ -1,4 +1,4 @@
-"""verify_attn against plain torch, and bit for bit against itself: verify(node) == decode(path of the node)."""
+"""verify_attn against torch, and bit for bit against itself: verify(node) == decode(its path)."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def chain(num_tokens: int) -> list[list[int]]:
 
 @dataclass
 class Request:
-    """One request: the tokens of its sequence with the query tokens at the end, and what they see."""
+    """One request: its sequence with the query tokens at the end, and what they see."""
 
     rows: Tensor  # [base + T, 576], cache rows
     q: Tensor  # [T, H, 576]
@@ -141,7 +141,17 @@ def max_error(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("is_tree", [True, False])
 @pytest.mark.parametrize(
     "base, num_tokens, num_heads",
-    [(0, 1, 1), (0, 17, 4), (5, 1, 4), (31, 17, 3), (32, 2, 7), (33, 9, 16), (300, 17, 4), (130, 5, 64), (40, 32, 33)],
+    [
+        (0, 1, 1),
+        (0, 17, 4),
+        (5, 1, 4),
+        (31, 17, 3),
+        (32, 2, 7),
+        (33, 9, 16),
+        (300, 17, 4),
+        (130, 5, 64),
+        (40, 32, 33),
+    ],
 )
 def test_against_torch(
     dtypes: tuple[torch.dtype, torch.dtype],
@@ -160,7 +170,7 @@ def test_against_torch(
 
 
 def test_all_values_of_float8() -> None:
-    """One cache row after the other holds every finite e4m3 value; a softmax over one key returns it."""
+    """A cache row holds every finite e4m3 value; a softmax over that one key returns it."""
     codes = torch.arange(256, dtype=torch.uint8)
     values = codes.view(torch.float8_e4m3fn)
     finite = values[~values.float().isnan()]
@@ -347,7 +357,10 @@ def test_errors_of_the_library(changes: dict, message: str) -> None:
 def test_errors_name_argument_wanted_and_got() -> None:
     ops.verify_attn(**arguments())
     for changes, message in [
-        ({"q": torch.randn(5, 2, 575)}, r"q must be .*\[5, 2, 576\].* got torch.float32 \[5, 2, 575\]"),
+        (
+            {"q": torch.randn(5, 2, 575)},
+            r"q must be .*\[5, 2, 576\].* got torch.float32 \[5, 2, 575\]",
+        ),
         ({"kv_cache": torch.randn(4, 8, 512)}, r"kv_cache must be .*\[4, 8, 576\]"),
         ({"seq_lens": torch.tensor([12, 9])}, r"seq_lens must be torch.int32 \[2\].*torch.int64"),
         ({"depths": None}, "depths and ancestors must be given with tree_rows"),
