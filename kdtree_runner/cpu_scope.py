@@ -18,6 +18,12 @@ if TYPE_CHECKING:
 
 def serves(config: VllmConfig) -> bool:
     """Whether an engine runs KDTREE_MLA on the V2 runner: DDTree, its chain and its baseline."""
+    from vllm import envs
+
+    return envs.VLLM_USE_V2_MODEL_RUNNER is not False and _fits(config)
+
+
+def _fits(config: VllmConfig) -> bool:
     model, spec = config.model_config, config.speculative_config
     if model is None or not model.use_mla or not has_tree_geometry(model.hf_text_config):
         return False
@@ -66,7 +72,7 @@ def _choose_runner() -> None:
         return
 
     def use_v2_model_runner(self: VllmConfig) -> bool:
-        if envs.VLLM_USE_V2_MODEL_RUNNER is None and not serves(self):
+        if envs.VLLM_USE_V2_MODEL_RUNNER is None and not _fits(self):
             return False
         return bool(stock.fget(self))  # type: ignore[misc]
 
