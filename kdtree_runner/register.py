@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kdtree_runner.config import ATTENTION_BACKEND
+from contextlib import suppress
+
+from kdtree_runner.config import ATTENTION_BACKEND, supports_vllm
 
 
 def register() -> None:
@@ -10,6 +12,14 @@ def register() -> None:
 
     Safe to call more than once. On a CPU it also applies the workarounds of the CPU wheel.
     """
+    import vllm
+
+    if not supports_vllm(vllm.__version__):
+        with suppress(ImportError, AttributeError):
+            from kdtree_runner.model_executor.engine_args import install
+
+            install()  # a speculative config with our method is told; all else stays untouched
+        return
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
