@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kdtree_runner import cpu_batch, cpu_scope
+from kdtree_runner import cpu_kernels, cpu_scope
 
 _U32 = np.uint32
 
@@ -338,7 +338,7 @@ def apply() -> None:
     _mend_rotary()
     _mend_drafter_pages()
     _mend_drafter_norm()
-    cpu_batch.install()
+    cpu_kernels.install()
     import vllm.v1.worker.gpu.sample.gumbel as gumbel
     import vllm.v1.worker.gpu.sample.sampler as sampler
     import vllm.v1.worker.gpu.spec_decode.dflash.speculator as dflash
