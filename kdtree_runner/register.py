@@ -26,12 +26,11 @@ def register() -> None:
     from kdtree_runner.model_executor.engine_args import install
 
     install()
-    if ATTENTION_BACKEND not in AttentionBackendEnum.__members__:
-        name = "CPUTreeMLABackend" if current_platform.is_cpu() else "TreeMLABackend"
-        module = "cpu_mla_backend" if current_platform.is_cpu() else "mla_backend"
-        path = f"kdtree_runner.model_executor.{module}.{name}"
-        register_backend(ATTENTION_BACKEND, path)
-    if current_platform.is_cpu():
-        from kdtree_runner import cpu_wheel
+    if not current_platform.is_cpu():
+        return  # the backend is for CPUs as yet: check_device says so to who asks for DDTree
+    from kdtree_runner import cpu_wheel
 
-        cpu_wheel.apply()
+    if ATTENTION_BACKEND not in AttentionBackendEnum.__members__:
+        path = "kdtree_runner.model_executor.cpu_mla_backend.CPUTreeMLABackend"
+        register_backend(ATTENTION_BACKEND, path)
+    cpu_wheel.apply()

@@ -15,6 +15,7 @@ from vllm.transformers_utils.config import get_config
 from kdtree_runner.config import (
     TreeConfig,
     UnsupportedError,
+    check_device,
     check_engine,
     check_pair,
     check_parallel,
@@ -65,6 +66,7 @@ def _tree_speculative_config(
 ) -> TreeSpeculativeConfig:
     """Check the pair and build the config that vLLM's own parts see as DFlash with N drafts."""
     check_vllm_version(vllm.__version__)
+    check_device(current_platform.device_type)
     check_parallel(parallel, user.get("draft_tensor_parallel_size"))
     check_target(target.hf_text_config)
     draft = _draft_config(user, target.trust_remote_code)
@@ -76,10 +78,7 @@ def _tree_speculative_config(
     passed = {k: v for k, v in user.items() if not k.startswith("tree_") and v is not None}
     passed |= {"method": "dflash", "num_speculative_tokens": tree.num_nodes}
     parallel.enable_batch_sharded_sampling = False  # None would let vLLM decide
-    if parallel.worker_cls == "auto":
-        name = "CPUTreeWorker" if current_platform.is_cpu() else "TreeWorker"
-        module = "cpu_worker" if current_platform.is_cpu() else "worker"
-        parallel.worker_cls = f"kdtree_runner.model_executor.{module}.{name}"
+    parallel.worker_cls = "kdtree_runner.model_executor.cpu_worker.CPUTreeWorker"
     return TreeSpeculativeConfig(
         **passed,
         tree_horizon=tree.horizon,

@@ -264,3 +264,8 @@ def test_good_engine_and_pair() -> None:
     config.check_target(target())
     config.check_pair(target(), drafter(), max_model_len=262144)
     assert config.has_tree_geometry(target())
+
+
+def test_device() -> None:
+    config.check_device("cpu")
+    check_refusal(lambda: config.check_device("cuda"), "device", "cpu", "cuda")
