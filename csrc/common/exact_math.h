@@ -74,12 +74,14 @@ constexpr float kExp2Poly[6] = {0x1.62e43p-1f,  0x1.ebfbdcp-3f,  0x1.c6aee8p-5f,
                                 0x1.3b2d4cp-7f, 0x1.5f3e54p-10f, 0x1.41fbbap-13f};
 
 KDTREE_HD float exp2_fraction(float f) {
-  float p = kExp2Poly[5];
-  p = fma(p, f, kExp2Poly[4]);
-  p = fma(p, f, kExp2Poly[3]);
-  p = fma(p, f, kExp2Poly[2]);
-  p = fma(p, f, kExp2Poly[1]);
-  p = fma(p, f, kExp2Poly[0]);
+  // One by one: device code knows constants, but no arrays of the host.
+  constexpr float c0 = kExp2Poly[0], c1 = kExp2Poly[1], c2 = kExp2Poly[2];
+  constexpr float c3 = kExp2Poly[3], c4 = kExp2Poly[4], c5 = kExp2Poly[5];
+  float p = fma(c5, f, c4);
+  p = fma(p, f, c3);
+  p = fma(p, f, c2);
+  p = fma(p, f, c1);
+  p = fma(p, f, c0);
   return fma(p, f, 1.0f);
 }
 
@@ -169,8 +171,13 @@ KDTREE_HD void add_80(uint16_t& sum_top, uint64_t& sum, uint16_t top, uint64_t w
 
 KDTREE_HD kdtree_lse merge_lse(const kdtree_lse& a, const kdtree_lse& b) {
   const bool a_first = a.group >= b.group;
-  kdtree_lse sum = a_first ? a : b;
-  const kdtree_lse& other = a_first ? b : a;
+  // Field by field: a choice between references would put both into a GPU thread's local memory.
+  const auto pick = [](bool first, const kdtree_lse& x, const kdtree_lse& y) -> kdtree_lse {
+    return {first ? x.group : y.group, first ? x.high_top : y.high_top,
+            first ? x.low_top : y.low_top, first ? x.high : y.high, first ? x.low : y.low};
+  };
+  kdtree_lse sum = pick(a_first, a, b);
+  const kdtree_lse other = pick(a_first, b, a);
   const int64_t distance = static_cast<int64_t>(sum.group) - other.group;
   if (distance == 0) {
     add_80(sum.high_top, sum.high, other.high_top, other.high);
