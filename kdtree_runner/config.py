@@ -16,7 +16,9 @@ ATTENTION_BACKEND = "KDTREE_MLA"
 MAX_NODES = 255  # csrc/include/kdtree.h, KDTREE_MAX_NODES
 MAX_HORIZON = 32  # KDTREE_MAX_DEPTH
 MAX_TOPK = 64  # KDTREE_MAX_TOPK
-DEFAULT_BUDGET = 16  # useful range on Kimi K2.6 at batch 1 is 8 to 16: beyond it expert reads cost more
+DEFAULT_BUDGET = (
+    16  # useful range on Kimi K2.6 at batch 1 is 8 to 16: beyond it expert reads cost more
+)
 
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
@@ -77,7 +79,9 @@ class TreeConfig:
         if not isinstance(self.spine, bool):
             _refuse("tree_spine", "true or false", self.spine)
         if self.horizon > self.num_nodes:
-            _refuse("num_speculative_tokens", f"at most tree_budget ({self.num_nodes})", self.horizon)
+            _refuse(
+                "num_speculative_tokens", f"at most tree_budget ({self.num_nodes})", self.horizon
+            )
 
     @property
     def topk(self) -> int:
@@ -101,7 +105,9 @@ class TreeConfig:
             known = ", ".join((*OWN_KEYS, *PASSED_KEYS))
             _refuse(f"speculative_config key {unknown[0]!r}", f"one of {known}", user[unknown[0]])
         if not isinstance(user.get("model"), str) or not user["model"]:
-            _refuse("speculative_config key 'model'", "the drafter's path or name", user.get("model"))
+            _refuse(
+                "speculative_config key 'model'", "the drafter's path or name", user.get("model")
+            )
         longest = min(block_size - 1, MAX_HORIZON)
         horizon = user.get("num_speculative_tokens")
         horizon = longest if horizon is None else horizon
@@ -138,7 +144,9 @@ def check_target(text: Any) -> None:
     for key, wanted in _GEOMETRY.items():
         got = getattr(text, key, None)
         if got != wanted:
-            _refuse(f"{key} of the target", f"{wanted} (multi-head latent attention, 512 + 64)", got)
+            _refuse(
+                f"{key} of the target", f"{wanted} (multi-head latent attention, 512 + 64)", got
+            )
     sparse = getattr(text, "index_topk", None)
     if sparse is not None:
         _refuse("index_topk of the target", "none: sparse attention sees no tree", sparse)
@@ -207,7 +215,12 @@ def check_engine(config: Any) -> None:
     for key, got in absent.items():
         if got is not None:
             _refuse(key, f"none with method {METHOD!r}", type(got).__name__)
-    for key in ("return_sampling_mask", "enable_trace_replay", "enable_prompt_embeds", "uses_mrope"):
+    for key in (
+        "return_sampling_mask",
+        "enable_trace_replay",
+        "enable_prompt_embeds",
+        "uses_mrope",
+    ):
         if getattr(model, key, False):
             _refuse(key, f"false with method {METHOD!r}", True)
     backend = getattr(config.attention_config.backend, "name", None)

@@ -28,4 +28,3 @@ def platform_plugin() -> str | None:
 
     cpu_wheel.prepare_environment()
     return CPU_PLATFORM
-
