@@ -21,7 +21,7 @@ static_assert(kMaxKeys <= kThreads);  // merge() has a thread for each
 // Of one list. K = 64 takes 68 on average over random logits, up to 64 times a thread's share.
 constexpr int kMaxListed = 1024;
 // A thread's share of the longest row, which bounds its sums (term_sums.cuh).
-static_assert(KDTREE_MAX_VOCAB / kMaxSlices / kThreads < (1 << 9));
+static_assert(KDTREE_MAX_VOCAB / kMaxSlices / kThreads < TermSums::kMaxTerms);
 
 struct Args {
   const void* logits;  // [rows, V]
@@ -73,7 +73,7 @@ struct Shared {
   uint64_t keys[kMaxKeys];     // first CTA of the cluster: [num_slices, K], each part best first
   kdtree_lse lse[kMaxSlices];  // likewise
   uint64_t list[kMaxListed];
-  kdtree_lse warp_lse[kWarps];
+  uint64_t sums[TermSums::kPieces];
   uint64_t warp_keys[kWarps];
   uint32_t warp_max[kWarps];
   int32_t num_listed;
@@ -85,29 +85,39 @@ __device__ __forceinline__ Value* in_first_cta(Value* shared) {
 }
 
 template <class T>
-__device__ float thread_max(const LogitSlice<T>& slice) {
-  constexpr int kBatch = 4;  // loads in flight
+__device__ __forceinline__ float thread_max(const LogitSlice<T>& slice) {
+  constexpr int kBatch = 5;  // loads in flight: all that a thread has of 163,840 bfloat16 logits
   float max = from_ordered(kOrderedNegativeInfinity);
   for (int v = slice.begin + threadIdx.x; v < slice.end; v += kBatch * kThreads) {
     LogitVector<T> batch[kBatch];
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) batch[i] = slice.load(min(v + i * kThreads, slice.end - 1));
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) max = fmaxf(max, batch[i].max());
+    for (int i = 0; i < kBatch; ++i) {
+      if (v + i * kThreads < slice.end) max = fmaxf(max, batch[i].max());
+    }
   }
   return max;
 }
 
-// The largest value, coarsely rounded down, that at least K threads reach; the smallest finite
-// float when there are fewer.
-__device__ float find_threshold(uint32_t max, int topk) {
-  constexpr int kLowestBit = 16;  // all of a bfloat16
-  uint32_t threshold = 0;
-  for (int bit = 31; bit >= kLowestBit; --bit) {
-    const uint32_t higher = threshold | 1u << bit;
-    if (__syncthreads_count(max >= higher) >= topk) threshold = higher;
+// A value, not far below the K-th largest one, that at least K threads reach; the smallest finite
+// float when there are fewer. Looked for in steps of bfloat16, downwards from the CTA's largest.
+__device__ __forceinline__ float find_threshold(uint32_t order, uint32_t max_order, int topk) {
+  constexpr int kFirstStep = 8, kFinest = 32;
+  const int32_t mine = static_cast<int32_t>(order >> 16);
+  const int32_t top = static_cast<int32_t>(max_order >> 16);
+  int step = kFirstStep;
+  while (step < top && __syncthreads_count(mine >= top - step) < topk) step *= 2;
+  int32_t reached = ::max(top - step, 0), missed = step > kFirstStep ? top - step / 2 : top;
+  while (missed - reached > min(step / kFirstStep, kFinest)) {
+    const int32_t middle = (missed + reached) / 2;
+    if (__syncthreads_count(mine >= middle) >= topk) {
+      reached = middle;
+    } else {
+      missed = middle;
+    }
   }
-  return from_ordered(::max(threshold, kOrderedNegativeInfinity + 1));
+  return from_ordered(::max(static_cast<uint32_t>(reached) << 16, kOrderedNegativeInfinity + 1));
 }
 
 // Which groups a CTA's terms count in.
@@ -158,12 +168,8 @@ template <bool kPlain, class T>
 __device__ __forceinline__ TermSums sum_and_list(const LogitSlice<T>& slice, const Groups& groups,
                                                  float threshold, Shared& shared) {
   TermSums sums;
-  LogitVector<T> next;
-  int v = slice.begin + threadIdx.x;
-  if (v < slice.end) next = slice.load(v);
-  for (; v < slice.end; v += kThreads) {
-    const LogitVector<T> vector = next;
-    if (v + kThreads < slice.end) next = slice.load(v + kThreads);
+  for (int v = slice.begin + threadIdx.x; v < slice.end; v += kThreads) {
+    const LogitVector<T> vector = slice.load(v);
     add_terms<kPlain>(vector, groups, sums);
     const float max = vector.max();
     if (groups.has_top && exact::exp_exponent(exact::clamp_logit(max)) - groups.low_start >=
@@ -276,6 +282,7 @@ template <class T>
 __global__ void __launch_bounds__(kThreads, 2) candidates_kernel(const __grid_constant__ Args a) {
   __shared__ Shared shared;
   __cluster_barrier_arrive_relaxed();  // this CTA runs: its shared memory may be written to
+  if (threadIdx.x < TermSums::kPieces) shared.sums[threadIdx.x] = 0;
   if (threadIdx.x == 0) shared.num_listed = 0;
   wait_for_previous_kernel();
   let_next_kernel_start();
@@ -286,18 +293,15 @@ __global__ void __launch_bounds__(kThreads, 2) candidates_kernel(const __grid_co
   const uint32_t order = ordered(thread_max(slice));
   const uint32_t warp_max = __reduce_max_sync(~0u, order);
   if (threadIdx.x % 32 == 0) shared.warp_max[threadIdx.x / 32] = warp_max;
-  const float threshold = find_threshold(order, a.topk);
-  const float max = from_ordered(
-      __reduce_max_sync(~0u, shared.warp_max[threadIdx.x % kWarps]));
-
-  kdtree_lse lse = exact::empty_lse();
-  if (max >= from_ordered(kOrderedNegativeInfinity + 1)) {
-    const Groups groups(max);
+  __syncthreads();
+  const uint32_t max_order = __reduce_max_sync(~0u, shared.warp_max[threadIdx.x % kWarps]);
+  const float threshold = find_threshold(order, max_order, a.topk);
+  const Groups groups(from_ordered(max_order));
+  if (max_order > kOrderedNegativeInfinity) {
     const TermSums sums = groups.plain ? sum_and_list<true>(slice, groups, threshold, shared)
                                        : sum_and_list<false>(slice, groups, threshold, shared);
-    lse = merge_lanes(sums.lse(groups.group), 32);
+    sums.add_to(shared.sums);
   }
-  if (threadIdx.x % 32 == 0) shared.warp_lse[threadIdx.x / 32] = lse;
   __syncthreads();
   __cluster_barrier_wait();
   uint64_t* const best = in_first_cta(shared.keys) + part * a.topk;
@@ -307,9 +311,10 @@ __global__ void __launch_bounds__(kThreads, 2) candidates_kernel(const __grid_co
     send_one_by_one(slice.row, slice.first_column(slice.begin), slice.end_column(slice.end - 1),
                     shared, a.topk, best);
   }
-  if (threadIdx.x / 32 == kWarps - 1) {  // the warp with the least of the list to sort
-    lse = merge_lanes(shared.warp_lse[threadIdx.x % kWarps], kWarps);
-    if (threadIdx.x % 32 == 0) in_first_cta(shared.lse)[part] = lse;
+  if (threadIdx.x == kThreads - 1) {  // in the warp with the least of the list to sort
+    in_first_cta(shared.lse)[part] = max_order > kOrderedNegativeInfinity
+                                         ? TermSums::lse(shared.sums, groups.group)
+                                         : exact::empty_lse();
   }
   __syncwarp();
   __cluster_barrier_arrive();
@@ -321,7 +326,7 @@ __global__ void __launch_bounds__(kThreads, 2) candidates_kernel(const __grid_co
 // CTAs a row: more for few rows, which would leave multiprocessors idle, and for long slices.
 int pick_slices(const kdtree_candidates_params& p) {
   constexpr int kFullGrid = 128;       // about the multiprocessors of the GPUs this is for
-  constexpr int kLongestSlice = 20480;  // 40 logits a thread: in L1, three CTAs at a time
+  constexpr int kLongestSlice = 40960;  // 80 logits a thread: two CTAs' fit L1
   constexpr int kShortestSlice = 2048;
   int slices = 1;
   while (slices < kMaxSlices) {

@@ -11,39 +11,50 @@ constexpr int kThreads = 128;
 constexpr int kLanes = 32;
 constexpr int kMaxTree = KDTREE_MAX_NODES + 1;  // T
 constexpr int kMaxWidth = KDTREE_MAX_DEPTH + 1;  // A
-constexpr int64_t kNoScore = INT64_MIN;
+
+// A node and the best child of it not taken yet.
+struct __align__(16) Growing {
+  int64_t score;
+  int32_t next;   // index of that child in the candidates
+  int32_t depth;  // of the node
+};
 
 struct Shared {
   // The tree, by node.
-  int64_t scores[kMaxTree];
-  int32_t tokens[kMaxTree];
+  Growing nodes[kMaxTree];
+  int32_t candidates[kMaxTree];  // index of the candidate that the node is
   int16_t parents[kMaxTree];
-  int16_t depths[kMaxTree];
-  int16_t num_children[kMaxTree];  // taken so far: the best ones, in order
-  int16_t last_child[kMaxTree];
-  int16_t first_child[kMaxTree];
-  int16_t next_sibling[kMaxTree];
   uint8_t ancestors[kMaxTree][kMaxWidth];  // up to each node's depth
   int32_t size;                            // root included
-  // The candidates, by position.
+  // By position.
   int32_t num_candidates[KDTREE_MAX_DEPTH];
   int64_t lse[KDTREE_MAX_DEPTH];
 };
 
-// Merged candidates, [L, K] best first, in dynamic shared memory.
+// Merged candidates, in dynamic shared memory: [L + 1, K + 1], best first. Where there is none, and
+// in the last row and column, the log-probability is kNoCandidate.
 struct Candidates {
   int64_t* log_probs;  // units of 2^-32
   int32_t* ids;
+  int32_t width;  // K + 1
 
   __device__ Candidates(void* memory, int horizon, int topk)
       : log_probs(static_cast<int64_t*>(memory)),
-        ids(reinterpret_cast<int32_t*>(log_probs + horizon * topk)) {}
+        ids(reinterpret_cast<int32_t*>(log_probs + (horizon + 1) * (topk + 1))),
+        width(topk + 1) {}
+
+  __device__ int index(int position, int rank) const { return position * width + rank; }
 };
 
-size_t candidate_bytes(const kdtree_select_params& p) {
-  return static_cast<size_t>(p.horizon) * static_cast<size_t>(p.topk) *
-         (sizeof(int64_t) + sizeof(int32_t));
+// A sum of 32 log-probabilities is above -2^58: a score with kNoCandidate in it is below all others,
+// and neither overflows.
+constexpr int64_t kNoCandidate = -(int64_t{1} << 61);
+constexpr int64_t kLeastScore = -(int64_t{1} << 60);
+
+constexpr int candidate_bytes(int horizon, int topk) {
+  return (horizon + 1) * (topk + 1) * static_cast<int>(sizeof(int64_t) + sizeof(int32_t));
 }
+static_assert(candidate_bytes(KDTREE_MAX_DEPTH, KDTREE_MAX_TOPK) == 25740, "check_cubins.py");
 
 // ---- candidates
 // ------------------------------------------------------------------------------------------
@@ -83,8 +94,8 @@ __device__ void merge_shards(const kdtree_select_params& p, int request, Shared&
       place += count_better(p.values + at, p.ids + at, topk, value, id, other < shard);
     }
     if (place >= topk) continue;
-    merged.log_probs[position * topk + place] = __float_as_int(value);  // see finish_candidates
-    merged.ids[position * topk + place] = id;
+    merged.log_probs[merged.index(position, place)] = __float_as_int(value);  // see below
+    merged.ids[merged.index(position, place)] = id;
     atomicAdd(&shared.num_candidates[position], 1);
   }
 }
@@ -103,11 +114,13 @@ __device__ void merge_lse(const kdtree_select_params& p, int request, int positi
 // Values to log-probabilities, in place.
 __device__ void finish_candidates(const kdtree_select_params& p, const Shared& shared,
                                   const Candidates& merged) {
-  for (int i = threadIdx.x; i < p.horizon * p.topk; i += kThreads) {
-    const int position = i / p.topk;
-    if (i % p.topk >= shared.num_candidates[position]) continue;
+  for (int i = threadIdx.x; i < (p.horizon + 1) * merged.width; i += kThreads) {
+    const int position = i / merged.width;
+    const bool exists =
+        position < p.horizon && i % merged.width < shared.num_candidates[position];
     const float value = __int_as_float(static_cast<int32_t>(merged.log_probs[i]));
-    merged.log_probs[i] = exact::fixed_log_prob(value, shared.lse[position]);
+    merged.log_probs[i] =
+        exists ? exact::fixed_log_prob(value, shared.lse[position]) : kNoCandidate;
   }
 }
 
@@ -115,14 +128,48 @@ __device__ void finish_candidates(const kdtree_select_params& p, const Shared& s
 // ---------------------------------------------------------------------------------
 
 // For every node, the score of the best child of it not taken yet: node 32 * i + lane is place i of
-// that lane. kNoScore where there is none.
+// that lane. Every pop waits for the one before it: what is not needed to find the next is left to
+// the threads that write the tree out.
 template <int kPlaces>
-class Frontier {
+class Growth {
  public:
-  __device__ Frontier() {
-#pragma unroll
-    for (int64_t& score : scores_) score = kNoScore;
+  __device__ Growth(const kdtree_select_params& p, Shared& shared, const Candidates& candidates)
+      : p_(p), shared_(shared), candidates_(candidates) {
+    static_assert(KDTREE_MAX_DEPTH <= kLanes);
+    const bool goes_on =
+        lane() < min(p.horizon, p.num_nodes) && shared.num_candidates[lane()] > 0;
+    spine_left_ = __clz(static_cast<int>(__brev(~__ballot_sync(~0u, goes_on))));
   }
+
+  __device__ void grow_best_first() {
+#pragma unroll
+    for (int64_t& score : scores_) score = kNoCandidate;
+    set(0, candidates_.log_probs[0]);
+    while (size_ - 1 < p_.num_nodes - (p_.spine != 0 ? spine_left_ : 0)) {
+      int64_t score;
+      const int parent = best(score);
+      if (score < kLeastScore) break;
+      const Growing from = shared_.nodes[parent];
+      const int64_t sibling = from.score + candidates_.log_probs[from.next + 1];
+      const int64_t child = score + candidates_.log_probs[candidates_.index(from.depth + 1, 0)];
+      const int node = size_;
+      take(parent, from, score);
+      set(parent, sibling);
+      set(node, child);
+    }
+  }
+
+  __device__ void take_spine() {
+    while (spine_left_ > 0) {
+      const Growing from = shared_.nodes[spine_end_];
+      take(spine_end_, from, from.score + candidates_.log_probs[from.next]);
+    }
+  }
+
+  __device__ int size() const { return size_; }
+
+ private:
+  __device__ static int lane() { return static_cast<int>(threadIdx.x % kLanes); }
 
   __device__ void set(int parent, int64_t score) {
 #pragma unroll
@@ -152,77 +199,20 @@ class Frontier {
     return __reduce_min_sync(~0u, is_best ? place * kLanes + lane() : kMaxTree);
   }
 
- private:
-  __device__ static int lane() { return static_cast<int>(threadIdx.x % kLanes); }
-
-  int64_t scores_[kPlaces];
-};
-
-template <int kPlaces>
-class Growth {
- public:
-  __device__ Growth(const kdtree_select_params& p, Shared& shared, const Candidates& candidates)
-      : p_(p), shared_(shared), candidates_(candidates) {
-    static_assert(KDTREE_MAX_DEPTH <= kLanes);
-    const int depth = threadIdx.x % kLanes;
-    const bool goes_on = depth < min(p.horizon, p.num_nodes) && shared.num_candidates[depth] > 0;
-    spine_left_ = __clz(static_cast<int>(__brev(~__ballot_sync(~0u, goes_on))));
-  }
-
-  __device__ void grow_best_first() {
-    frontier_.set(0, child_score(0, 0, 0));
-    while (size_ - 1 < p_.num_nodes - (p_.spine != 0 ? spine_left_ : 0)) {
-      int64_t score;
-      const int parent = frontier_.best(score);
-      if (score == kNoScore) break;
-      const int depth = shared_.depths[parent], rank = shared_.num_children[parent];
-      const int64_t parent_score = shared_.scores[parent];
-      __syncwarp();
-      take(parent, depth, rank, score);
-      frontier_.set(parent, child_score(parent_score, depth, rank + 1));
-      frontier_.set(size_ - 1, child_score(score, depth + 1, 0));
-    }
-  }
-
-  __device__ void take_spine() {
-    while (spine_left_ > 0) {
-      const int depth = shared_.depths[spine_end_];
-      const int64_t score = child_score(shared_.scores[spine_end_], depth, 0);
-      __syncwarp();
-      take(spine_end_, depth, 0, score);
-    }
-  }
-
-  __device__ int size() const { return size_; }
-
- private:
-  // Of candidate `rank` as a child of a node with this score and depth.
-  __device__ int64_t child_score(int64_t score, int depth, int rank) const {
-    if (depth >= p_.horizon || rank >= shared_.num_candidates[depth]) return kNoScore;
-    return score + candidates_.log_probs[depth * p_.topk + rank];
-  }
-
-  // The next node: candidate `rank` as a child of `parent`, which is at `depth`.
-  __device__ void take(int parent, int depth, int rank, int64_t score) {
-    const int node = size_++, lane = threadIdx.x % kLanes;
-    if (rank == 0 && parent == spine_end_ && spine_left_ > 0) {
+  // The next node: the best child of `parent` not taken yet.
+  __device__ void take(int parent, const Growing& from, int64_t score) {
+    const int node = size_++;
+    if (parent == spine_end_ && spine_left_ > 0 &&
+        from.next == candidates_.index(from.depth, 0)) {
       spine_end_ = node;
       --spine_left_;
     }
-    if (lane <= depth) shared_.ancestors[node][lane] = shared_.ancestors[parent][lane];
-    if (lane == 0) {
-      shared_.ancestors[node][depth + 1] = static_cast<uint8_t>(node);
-      shared_.scores[node] = score;
-      shared_.tokens[node] = candidates_.ids[depth * p_.topk + rank];
+    __syncwarp();
+    if (lane() == 0) {
+      shared_.nodes[parent].next = from.next + 1;
+      shared_.nodes[node] = {score, candidates_.index(from.depth + 1, 0), from.depth + 1};
+      shared_.candidates[node] = from.next;
       shared_.parents[node] = static_cast<int16_t>(parent);
-      shared_.depths[node] = static_cast<int16_t>(depth + 1);
-      shared_.num_children[parent] = static_cast<int16_t>(rank + 1);
-      if (rank == 0) {
-        shared_.first_child[parent] = static_cast<int16_t>(node);
-      } else {
-        shared_.next_sibling[shared_.last_child[parent]] = static_cast<int16_t>(node);
-      }
-      shared_.last_child[parent] = static_cast<int16_t>(node);
     }
     __syncwarp();
   }
@@ -230,7 +220,7 @@ class Growth {
   const kdtree_select_params& p_;
   Shared& shared_;
   const Candidates& candidates_;
-  Frontier<kPlaces> frontier_;
+  int64_t scores_[kPlaces];
   int size_ = 1;
   int spine_left_ = 0;  // nodes of the spine not taken yet
   int spine_end_ = 0;   // last spine node taken
@@ -240,38 +230,59 @@ class Growth {
 // ----------------------------------------------------------------------------------------------
 
 __device__ void write_batch_order(const kdtree_select_params& p, int request,
-                                  const Shared& shared) {
+                                  const Shared& shared, const Candidates& candidates) {
   const int64_t first = static_cast<int64_t>(request) * p.num_nodes;
   for (int i = threadIdx.x; i < p.num_nodes; i += kThreads) {
-    const bool exists = i + 1 < shared.size;
-    p.tokens[first + i] = exists ? shared.tokens[i + 1] : 0;
-    if (p.scores != nullptr) p.scores[first + i] = exists ? shared.scores[i + 1] : kNoScore;
+    const int node = i + 1;
+    const bool exists = node < shared.size;
+    p.tokens[first + i] = exists ? candidates.ids[shared.candidates[node]] : 0;
+    if (p.scores != nullptr) p.scores[first + i] = exists ? shared.nodes[node].score : INT64_MIN;
   }
   if (p.positions == nullptr) return;
   const int64_t base = p.base[request];
   for (int node = threadIdx.x; node <= p.num_nodes; node += kThreads) {
-    const int depth = node < shared.size ? shared.depths[node] : 1;
+    const int depth = node < shared.size ? shared.nodes[node].depth : 1;
     p.positions[first + request + node] = base + depth;
   }
 }
 
-__device__ void write_tree_state(const kdtree_select_params& p, int64_t row,
-                                 const Shared& shared) {
-  const int num_tokens = p.num_nodes + 1, width = p.horizon + 1;
+// The lowest node above `node` whose parent is `parent`, -1: none.
+__device__ int next_child(const Shared& shared, int parent, int node) {
+  for (int child = node + 1; child < shared.size; ++child) {
+    if (shared.parents[child] == parent) return child;
+  }
+  return -1;
+}
+
+__device__ void write_nodes(const kdtree_select_params& p, int64_t row, Shared& shared) {
+  const int num_tokens = p.num_nodes + 1;
   for (int node = threadIdx.x; node < num_tokens; node += kThreads) {
     const bool exists = node < shared.size;
     const int64_t at = row * num_tokens + node;
-    p.parents[at] = exists ? shared.parents[node] : -1;
-    p.depths[at] = exists ? shared.depths[node] : 1;
-    if (p.first_child != nullptr) p.first_child[at] = exists ? shared.first_child[node] : -1;
-    if (p.next_sibling != nullptr) p.next_sibling[at] = exists ? shared.next_sibling[node] : -1;
+    const int parent = exists ? shared.parents[node] : -1;
+    const int depth = exists ? shared.nodes[node].depth : 1;
+    p.parents[at] = parent;
+    p.depths[at] = depth;
+    for (int d = depth, ancestor = node; exists && d >= 0; --d) {
+      shared.ancestors[node][d] = static_cast<uint8_t>(ancestor);
+      ancestor = shared.parents[ancestor];
+    }
+    if (p.first_child != nullptr) p.first_child[at] = exists ? next_child(shared, node, node) : -1;
+    if (p.next_sibling != nullptr) {
+      p.next_sibling[at] = exists && node > 0 ? next_child(shared, parent, node) : -1;
+    }
   }
+}
+
+__device__ void write_ancestors(const kdtree_select_params& p, int64_t row,
+                                const Shared& shared) {
+  const int num_tokens = p.num_nodes + 1, width = p.horizon + 1;
   int32_t* const ancestors = p.ancestors + row * num_tokens * width;
   for (int i = threadIdx.x; i < num_tokens * width; i += kThreads) {
     const int node = i / width, depth = i % width;
     int ancestor = -1;
     if (node < shared.size) {
-      if (depth <= shared.depths[node]) ancestor = shared.ancestors[node][depth];
+      if (depth <= shared.nodes[node].depth) ancestor = shared.ancestors[node][depth];
     } else if (depth <= 1) {
       ancestor = depth == 0 ? 0 : node;
     }
@@ -286,16 +297,10 @@ __global__ void __launch_bounds__(kThreads, 1)
   extern __shared__ int64_t candidate_memory[];
   const Candidates candidates(candidate_memory, p.horizon, p.topk);
   const int request = static_cast<int>(blockIdx.x);
-  for (int node = threadIdx.x; node <= p.num_nodes; node += kThreads) {
-    shared.num_children[node] = 0;
-    shared.first_child[node] = shared.next_sibling[node] = -1;
-  }
   if (threadIdx.x < KDTREE_MAX_DEPTH) shared.num_candidates[threadIdx.x] = 0;
   if (threadIdx.x == 0) {
-    shared.scores[0] = 0;
+    shared.nodes[0] = {0, 0, 0};
     shared.parents[0] = -1;
-    shared.depths[0] = 0;
-    shared.ancestors[0][0] = 0;
   }
   __syncthreads();
   wait_for_previous_kernel();
@@ -317,8 +322,11 @@ __global__ void __launch_bounds__(kThreads, 1)
     if (threadIdx.x == 0) shared.size = growth.size();
   }
   __syncthreads();
-  write_batch_order(p, request, shared);
-  if (row >= 0) write_tree_state(p, row, shared);
+  write_batch_order(p, request, shared, candidates);
+  if (row < 0) return;
+  write_nodes(p, row, shared);
+  __syncthreads();
+  write_ancestors(p, row, shared);
 }
 
 }  // namespace
@@ -330,7 +338,7 @@ kdtree_status build_select(const kdtree_select_params& p) {
                       : num_tokens <= 128 ? select_kernel<4>
                                           : select_kernel<8>;
   return launch("kdtree_build_select", kernel, dim3(static_cast<unsigned>(p.batch)), kThreads, 1,
-                candidate_bytes(p), p.stream, p);
+                candidate_bytes(p.horizon, p.topk), p.stream, p);
 }
 
 }  // namespace kdtree::cuda
