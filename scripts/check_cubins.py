@@ -79,6 +79,7 @@ def find_cuobjdump() -> str | None:
 
 
 def run(*command: str) -> str:
+    """What the command prints."""
     return subprocess.run(command, check=True, capture_output=True, text=True).stdout
 
 
@@ -138,6 +139,7 @@ def asks_for_setmaxnreg(cuobjdump: str, library: str) -> set[str]:
 
 
 def problems_of(kernel: Kernel, setmaxnreg: set[str]) -> Iterator[str]:
+    """What the kernel breaks. setmaxnreg: symbols whose source asks for it."""
     if kernel.local or kernel.stack:
         yield f"{kernel.local + kernel.stack} B of local memory or stack: spills or arrays"
     shared = kernel.static_shared + kernel.dynamic_shared

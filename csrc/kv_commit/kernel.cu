@@ -110,8 +110,8 @@ kdtree_status launch_commit(const kdtree_commit_params& p, const Args& args) {
   const int64_t ctas = (units + threads - 1) / threads;
   const dim3 grid(static_cast<unsigned>(ctas < kMaxGrid ? ctas : kMaxGrid),
                   static_cast<unsigned>(p.num_layers), static_cast<unsigned>(p.batch));
-  const auto kernel = p.max_path - 1 <= kFewMoves ? commit_kernel<Unit, kFewMoves>
-                                                  : commit_kernel<Unit, kMaxMoves>;
+  const auto kernel =
+      p.max_path - 1 <= kFewMoves ? commit_kernel<Unit, kFewMoves> : commit_kernel<Unit, kMaxMoves>;
   return launch("kdtree_kv_commit", kernel, grid, threads, 1, 0, p.stream, args);
 }
 

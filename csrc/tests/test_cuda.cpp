@@ -110,8 +110,8 @@ void run_candidates(const CandidateCase& c) {
   got.lse = lse.get();
   ++num_cases;
   if (!(got == want)) {
-    std::printf("candidates rows %d vocab %d topk %d bf16 %d %s\n", c.rows, c.vocab, c.topk,
-                c.bf16, kKindNames[static_cast<int>(c.kind)]);
+    std::printf("candidates rows %d vocab %d topk %d bf16 %d %s\n", c.rows, c.vocab, c.topk, c.bf16,
+                kKindNames[static_cast<int>(c.kind)]);
     for (size_t i = 0; i < got.ids.size(); ++i) {
       if (got.ids[i] == want.ids[i] && test::same_bits<float>({got.values[i]}, {want.values[i]})) {
         continue;
@@ -135,9 +135,9 @@ void run_candidates(const CandidateCase& c) {
 
 void test_candidates(bool smallest) {
   std::vector<CandidateCase> cases = {
-      {1, 1, 1, true, Kind::kNormal, 0, 0},      {3, 5, 7, false, Kind::kSpecial, 1, 2},
-      {2, 129, 64, true, Kind::kTies, 3, 6},     {2, 5001, 16, true, Kind::kNormal, 1, 1},
-      {1, 4096, 64, false, Kind::kEqual, 0, 0},  {2, 3000, 8, true, Kind::kHuge, 0, 3},
+      {1, 1, 1, true, Kind::kNormal, 0, 0},     {3, 5, 7, false, Kind::kSpecial, 1, 2},
+      {2, 129, 64, true, Kind::kTies, 3, 6},    {2, 5001, 16, true, Kind::kNormal, 1, 1},
+      {1, 4096, 64, false, Kind::kEqual, 0, 0}, {2, 3000, 8, true, Kind::kHuge, 0, 3},
       {1, 2500, 16, false, Kind::kNone, 0, 0},
   };
   if (!smallest) {
@@ -527,12 +527,11 @@ struct StepMemory {
 
 template <class Memory, class Copy>
 void run_step(const Step& s, int32_t device, void* stream, Memory& m, std::vector<void*>& layers,
-              const std::vector<int32_t>& tree_rows_host, const int32_t* tree_rows, Copy copy) {
-  (void)tree_rows_host;
+              const int32_t* tree_rows, Copy copy) {
   kdtree_build_params build = {};
   kdtree_candidates_params& c = build.candidates;
-  c = {device,     stream, KDTREE_FLOAT32, m.logits.data(), s.vocab,      s.batch * s.horizon,
-       s.vocab,    0,      s.topk,         m.values.data(), m.ids.data(), m.lse.data()};
+  c = {device,  stream, KDTREE_FLOAT32, m.logits.data(), s.vocab,      s.batch * s.horizon,
+       s.vocab, 0,      s.topk,         m.values.data(), m.ids.data(), m.lse.data()};
   kdtree_select_params& p = build.select;
   p.device = device;
   p.stream = stream;
@@ -609,7 +608,7 @@ void run_composition(const Step& s) {
   }
   const std::vector<std::vector<uint8_t>> untouched = layers;
   StepMemory<Host> host(s, logits, targets, start, slots);
-  run_step(s, KDTREE_DEVICE_CPU, nullptr, host, pointers, tree_rows, tree_rows.data(),
+  run_step(s, KDTREE_DEVICE_CPU, nullptr, host, pointers, tree_rows.data(),
            [](void* to, const void* from, size_t bytes) { std::memcpy(to, from, bytes); });
 
   StepMemory<OnDevice> device(s, logits, targets, start, slots);
@@ -617,7 +616,7 @@ void run_composition(const Step& s) {
   cudaStream_t stream;
   test::cuda(cudaStreamCreate(&stream));
   const auto run = [&] {
-    run_step(s, KDTREE_DEVICE_CUDA, stream, device, device_pointers, tree_rows, device_rows.data(),
+    run_step(s, KDTREE_DEVICE_CUDA, stream, device, device_pointers, device_rows.data(),
              [&](void* to, const void* from, size_t bytes) {
                test::cuda(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream));
              });

@@ -21,10 +21,9 @@ __global__ void __launch_bounds__(kLanes)
   const int64_t start = p.row_start[request];
   const int64_t tree_row = p.tree_rows != nullptr ? p.tree_rows[request] : -1;
   // Of a chain no more than a path is looked at; the parent of each node is the one before it.
-  const int num_rows =
-      max(min(p.row_start[request + 1] - static_cast<int>(start),
-              tree_row >= 0 ? min(p.tree_width, kMaxTree) : p.max_path),
-          0);
+  const int num_rows = max(min(p.row_start[request + 1] - static_cast<int>(start),
+                               tree_row >= 0 ? min(p.tree_width, kMaxTree) : p.max_path),
+                           0);
   const int32_t* const parents = tree_row >= 0 ? p.parents + tree_row * p.tree_width : nullptr;
   for (int node = lane; node < num_rows; node += kLanes) targets[node] = p.targets[start + node];
   __syncwarp();
@@ -36,7 +35,8 @@ __global__ void __launch_bounds__(kLanes)
   }
   __syncwarp();
 
-  // The walk: every lane takes it, lane d keeps the node at depth d; lane 0 the one at depth 32 too.
+  // The walk: every lane takes it, lane d keeps the node at depth d; lane 0 the one at depth 32
+  // too.
   int at = 0, length = num_rows > 0 ? 1 : 0, mine = 0;
   while (length > 0 && length < p.max_path) {
     const int child = accepted_child[at];

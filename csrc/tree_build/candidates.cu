@@ -172,10 +172,10 @@ __device__ __forceinline__ TermSums sum_and_list(const LogitSlice<T>& slice, con
     const LogitVector<T> vector = slice.load(v);
     add_terms<kPlain>(vector, groups, sums);
     const float max = vector.max();
-    if (groups.has_top && exact::exp_exponent(exact::clamp_logit(max)) - groups.low_start >=
-                              TermSums::kTopStart) {
-      sums.top += top_terms(slice.row, slice.first_column(v), slice.end_column(v),
-                            groups.low_start);
+    if (groups.has_top &&
+        exact::exp_exponent(exact::clamp_logit(max)) - groups.low_start >= TermSums::kTopStart) {
+      sums.top +=
+          top_terms(slice.row, slice.first_column(v), slice.end_column(v), groups.low_start);
     }
     if (!(max >= threshold)) continue;
 #pragma unroll
@@ -215,8 +215,7 @@ __device__ __noinline__ void send_one_by_one(const T* row, int32_t begin, int32_
       if (candidate < last && candidate > key) key = candidate;
     }
     for (int distance = 16; distance > 0; distance /= 2) {
-      const uint64_t other =
-          __shfl_xor_sync(~0u, static_cast<unsigned long long>(key), distance);
+      const uint64_t other = __shfl_xor_sync(~0u, static_cast<unsigned long long>(key), distance);
       key = other > key ? other : key;
     }
     if (threadIdx.x % 32 == 0) shared.warp_keys[threadIdx.x / 32] = key;
@@ -325,7 +324,7 @@ __global__ void __launch_bounds__(kThreads, 2) candidates_kernel(const __grid_co
 
 // CTAs a row: more for few rows, which would leave multiprocessors idle, and for long slices.
 int pick_slices(const kdtree_candidates_params& p) {
-  constexpr int kFullGrid = 128;       // about the multiprocessors of the GPUs this is for
+  constexpr int kFullGrid = 128;        // about the multiprocessors of the GPUs this is for
   constexpr int kLongestSlice = 40960;  // 80 logits a thread: two CTAs' fit L1
   constexpr int kShortestSlice = 2048;
   int slices = 1;
@@ -343,8 +342,9 @@ int pick_slices(const kdtree_candidates_params& p) {
 
 kdtree_status build_candidates(const kdtree_candidates_params& p) {
   const int slices = pick_slices(p);
-  const Args args = {p.logits, p.logits_row_stride, p.vocab_size, p.vocab_offset, p.topk,
-                     slices,   p.values,            p.ids,        p.lse};
+  const Args args = {
+      p.logits, p.logits_row_stride, p.vocab_size, p.vocab_offset, p.topk, slices, p.values, p.ids,
+      p.lse};
   const dim3 grid(static_cast<unsigned>(p.rows) * static_cast<unsigned>(slices));
   const auto kernel =
       p.logits_dtype == KDTREE_BFLOAT16 ? candidates_kernel<bf16> : candidates_kernel<float>;

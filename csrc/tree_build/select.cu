@@ -9,7 +9,7 @@ namespace {
 
 constexpr int kThreads = 128;
 constexpr int kLanes = 32;
-constexpr int kMaxTree = KDTREE_MAX_NODES + 1;  // T
+constexpr int kMaxTree = KDTREE_MAX_NODES + 1;   // T
 constexpr int kMaxWidth = KDTREE_MAX_DEPTH + 1;  // A
 
 // A node and the best child of it not taken yet.
@@ -46,8 +46,8 @@ struct Candidates {
   __device__ int index(int position, int rank) const { return position * width + rank; }
 };
 
-// A sum of 32 log-probabilities is above -2^58: a score with kNoCandidate in it is below all others,
-// and neither overflows.
+// A sum of 32 log-probabilities is above -2^58: a score with kNoCandidate in it is below all
+// others, and neither overflows.
 constexpr int64_t kNoCandidate = -(int64_t{1} << 61);
 constexpr int64_t kLeastScore = -(int64_t{1} << 60);
 
@@ -69,8 +69,8 @@ __device__ int count_better(const float* values, const int32_t* ids, int topk, f
     if (probe > topk) continue;
     const float other = values[probe - 1];
     const int32_t other_id = ids[probe - 1];
-    const bool before = other > value || (other == value && (other_id < id ||
-                                                             (other_id == id && lower_shard)));
+    const bool before =
+        other > value || (other == value && (other_id < id || (other_id == id && lower_shard)));
     if (other_id >= 0 && before) count = probe;
   }
   return count;
@@ -116,8 +116,7 @@ __device__ void finish_candidates(const kdtree_select_params& p, const Shared& s
                                   const Candidates& merged) {
   for (int i = threadIdx.x; i < (p.horizon + 1) * merged.width; i += kThreads) {
     const int position = i / merged.width;
-    const bool exists =
-        position < p.horizon && i % merged.width < shared.num_candidates[position];
+    const bool exists = position < p.horizon && i % merged.width < shared.num_candidates[position];
     const float value = __int_as_float(static_cast<int32_t>(merged.log_probs[i]));
     merged.log_probs[i] =
         exists ? exact::fixed_log_prob(value, shared.lse[position]) : kNoCandidate;
@@ -136,8 +135,7 @@ class Growth {
   __device__ Growth(const kdtree_select_params& p, Shared& shared, const Candidates& candidates)
       : p_(p), shared_(shared), candidates_(candidates) {
     static_assert(KDTREE_MAX_DEPTH <= kLanes);
-    const bool goes_on =
-        lane() < min(p.horizon, p.num_nodes) && shared.num_candidates[lane()] > 0;
+    const bool goes_on = lane() < min(p.horizon, p.num_nodes) && shared.num_candidates[lane()] > 0;
     spine_left_ = __clz(static_cast<int>(__brev(~__ballot_sync(~0u, goes_on))));
   }
 
@@ -202,8 +200,7 @@ class Growth {
   // The next node: the best child of `parent` not taken yet.
   __device__ void take(int parent, const Growing& from, int64_t score) {
     const int node = size_++;
-    if (parent == spine_end_ && spine_left_ > 0 &&
-        from.next == candidates_.index(from.depth, 0)) {
+    if (parent == spine_end_ && spine_left_ > 0 && from.next == candidates_.index(from.depth, 0)) {
       spine_end_ = node;
       --spine_left_;
     }
@@ -229,8 +226,8 @@ class Growth {
 // ---- output
 // ----------------------------------------------------------------------------------------------
 
-__device__ void write_batch_order(const kdtree_select_params& p, int request,
-                                  const Shared& shared, const Candidates& candidates) {
+__device__ void write_batch_order(const kdtree_select_params& p, int request, const Shared& shared,
+                                  const Candidates& candidates) {
   const int64_t first = static_cast<int64_t>(request) * p.num_nodes;
   for (int i = threadIdx.x; i < p.num_nodes; i += kThreads) {
     const int node = i + 1;
@@ -274,8 +271,7 @@ __device__ void write_nodes(const kdtree_select_params& p, int64_t row, Shared& 
   }
 }
 
-__device__ void write_ancestors(const kdtree_select_params& p, int64_t row,
-                                const Shared& shared) {
+__device__ void write_ancestors(const kdtree_select_params& p, int64_t row, const Shared& shared) {
   const int num_tokens = p.num_nodes + 1, width = p.horizon + 1;
   int32_t* const ancestors = p.ancestors + row * num_tokens * width;
   for (int i = threadIdx.x; i < num_tokens * width; i += kThreads) {

@@ -66,8 +66,9 @@ struct TermSums {
     for (int i = 0; i < kPieces; ++i) {
       const int places = kPlaces[i / 3] + i % 3 * kPieceBits;  // at most 76
       const uint64_t word = places < 64 ? pieces[i] << (places % 64) : 0;
-      const uint64_t top =
-          places == 0 ? 0 : places < 64 ? pieces[i] >> (64 - places) : pieces[i] << (places - 64);
+      const uint64_t top = places == 0   ? 0
+                           : places < 64 ? pieces[i] >> (64 - places)
+                                         : pieces[i] << (places - 64);
       if (i < 6) {
         exact::add_80(sum.low_top, sum.low, static_cast<uint16_t>(top), word);
       } else {
