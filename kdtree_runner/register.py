@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from kdtree_runner.config import ATTENTION_BACKEND
+from contextlib import suppress
+
+from kdtree_runner.config import ATTENTION_BACKEND, supports_vllm
 
 
 def register() -> None:
@@ -10,18 +12,25 @@ def register() -> None:
 
     Safe to call more than once. On a CPU it also applies the workarounds of the CPU wheel.
     """
+    import vllm
+
+    if not supports_vllm(vllm.__version__):
+        with suppress(ImportError, AttributeError):
+            from kdtree_runner.model_executor.engine_args import install
+
+            install()  # a speculative config with our method is told; all else stays untouched
+        return
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
     from kdtree_runner.model_executor.engine_args import install
 
     install()
-    if ATTENTION_BACKEND not in AttentionBackendEnum.__members__:
-        name = "CPUTreeMLABackend" if current_platform.is_cpu() else "TreeMLABackend"
-        module = "cpu_mla_backend" if current_platform.is_cpu() else "mla_backend"
-        path = f"kdtree_runner.model_executor.{module}.{name}"
-        register_backend(ATTENTION_BACKEND, path)
-    if current_platform.is_cpu():
-        from kdtree_runner import cpu_wheel
+    if not current_platform.is_cpu():
+        return  # the backend is for CPUs as yet: check_device says so to who asks for DDTree
+    from kdtree_runner import cpu_wheel
 
-        cpu_wheel.apply()
+    if ATTENTION_BACKEND not in AttentionBackendEnum.__members__:
+        path = "kdtree_runner.model_executor.cpu_mla_backend.CPUTreeMLABackend"
+        register_backend(ATTENTION_BACKEND, path)
+    cpu_wheel.apply()

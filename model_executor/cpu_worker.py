@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import vllm.v1.worker.cpu_worker as cpu_worker  # first: it must load before torch's shared memory
 from vllm.v1.worker.cpu import model_runner as cpu_model_runner
 
 from kdtree_runner.model_executor.model_runner import TreeRunnerMixin
-from kdtree_runner.model_executor.worker import TreeSnapshotMixin
 
 
 class CPUTreeModelRunner(TreeRunnerMixin, cpu_model_runner.CPUModelRunner):
     """The tree runner on a CPU."""
 
 
-class CPUTreeWorker(TreeSnapshotMixin, cpu_worker.CPUWorker):
+class CPUTreeWorker(cpu_worker.CPUWorker):
     """A CPU worker whose model runner is CPUTreeModelRunner."""
 
     def init_device(self) -> None:
@@ -28,3 +29,8 @@ class CPUTreeWorker(TreeSnapshotMixin, cpu_worker.CPUWorker):
             super().init_device()
         finally:
             cpu_model_runner.CPUModelRunner = stock  # type: ignore[misc]
+
+    def tree_snapshot(self) -> dict[str, Any] | None:
+        """TreeRunnerMixin.tree_snapshot, for LLM.collective_rpc."""
+        assert isinstance(self.model_runner, CPUTreeModelRunner)
+        return self.model_runner.tree_snapshot()

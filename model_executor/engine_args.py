@@ -13,14 +13,16 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
 from kdtree_runner.config import (
-    METHOD,
     TreeConfig,
+    UnsupportedError,
+    check_device,
     check_engine,
     check_pair,
     check_parallel,
     check_target,
     check_vllm_version,
     draft_block_size,
+    is_ours,
 )
 from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
 
@@ -31,7 +33,11 @@ def _user_config(args: EngineArgs) -> dict[str, Any] | None:
     """The user's speculative config if its method is ours, keys with underscores; else None."""
     user = args.speculative_config
     user = {k.replace("-", "_"): v for k, v in user.items()} if isinstance(user, dict) else {}
-    flags = {"method": "spec_method", "model": "spec_model", "num_speculative_tokens": "spec_tokens"}
+    flags = {
+        "method": "spec_method",
+        "model": "spec_model",
+        "num_speculative_tokens": "spec_tokens",
+    }
     for key, flag in flags.items():
         value = getattr(args, flag, None)
         if value is None:
@@ -40,7 +46,19 @@ def _user_config(args: EngineArgs) -> dict[str, Any] | None:
             shown = "--" + flag.replace("_", "-")
             raise ValueError(f"{shown} and --speculative-config['{key}'] are mutually exclusive")
         user[key] = value
-    return user if user.get("method") == METHOD else None
+    return user if is_ours(user) else None
+
+
+def _draft_config(user: dict[str, Any], trust_remote_code: bool) -> Any:
+    """The drafter's Hugging Face config. user: as in `_user_config`, its keys checked here."""
+    model = user.get("model")
+    TreeConfig.check_keys(user)
+    try:
+        return get_config(model, trust_remote_code, revision=user.get("revision"))
+    except Exception as error:
+        key = "speculative_config key 'model'"
+        wanted = "the path or name of a drafter with a config.json"
+        raise UnsupportedError(f"{key}: wanted {wanted}, got {model!r} ({error})") from error
 
 
 def _tree_speculative_config(
@@ -48,12 +66,11 @@ def _tree_speculative_config(
 ) -> TreeSpeculativeConfig:
     """Check the pair and build the config that vLLM's own parts see as DFlash with N drafts."""
     check_vllm_version(vllm.__version__)
-    check_parallel(parallel)
+    check_device(current_platform.device_type)
+    check_parallel(parallel, user.get("draft_tensor_parallel_size"))
     check_target(target.hf_text_config)
-    if not isinstance(user.get("model"), str):
-        TreeConfig.from_user(user, block_size=2)  # raises: names the missing key
-    draft = get_config(user["model"], target.trust_remote_code, revision=user.get("revision"))
-    check_pair(target.hf_text_config, draft)
+    draft = _draft_config(user, target.trust_remote_code)
+    check_pair(target.hf_text_config, draft, target.max_model_len)
     tree = TreeConfig.from_user(user, draft_block_size(draft))
     asked = user.get("num_speculative_tokens")
     if asked is not None and asked > tree.horizon:
@@ -61,10 +78,7 @@ def _tree_speculative_config(
     passed = {k: v for k, v in user.items() if not k.startswith("tree_") and v is not None}
     passed |= {"method": "dflash", "num_speculative_tokens": tree.num_nodes}
     parallel.enable_batch_sharded_sampling = False  # None would let vLLM decide
-    if parallel.worker_cls == "auto":
-        name = "CPUTreeWorker" if current_platform.is_cpu() else "TreeWorker"
-        module = "cpu_worker" if current_platform.is_cpu() else "worker"
-        parallel.worker_cls = f"kdtree_runner.model_executor.{module}.{name}"
+    parallel.worker_cls = "kdtree_runner.model_executor.cpu_worker.CPUTreeWorker"
     return TreeSpeculativeConfig(
         **passed,
         tree_horizon=tree.horizon,

@@ -1,4 +1,4 @@
-"""The attention backend KDTREE_MLA: verify_attn behind vLLM's MLA layer, for trees and plain decode.
+"""The attention backend KDTREE_MLA: verify_attn behind vLLM's MLA layer, for trees and decode.
 
 The baseline of every equality check runs on this same backend.
 """

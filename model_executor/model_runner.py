@@ -1,4 +1,4 @@
-"""vLLM's V2 model runner with draft trees: what a step does between forward, sampler and drafter."""
+"""vLLM's V2 model runner with draft trees: what a step does between forward, sampler, drafter."""
 
 from __future__ import annotations
 
@@ -10,6 +10,9 @@ from vllm.config import VllmConfig
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
+from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from kdtree_runner import ops
 from kdtree_runner.model_executor.mla_backend import TreeMLAMetadataBuilder
@@ -17,6 +20,9 @@ from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfi
 from kdtree_runner.spec_decode.sampler import TreeSampler, needs_chain
 from kdtree_runner.spec_decode.speculator import TreeSpeculator
 from kdtree_runner.spec_decode.tree import TreeState
+
+# vLLM's own logits processors: right on a tree, or seen by needs_chain in a request's parameters.
+BUILT_IN_PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)
 
 
 class TreeRunnerMixin(GPUModelRunner):
@@ -32,7 +38,7 @@ class TreeRunnerMixin(GPUModelRunner):
         tree = spec.tree
         self.tree_state = TreeState(self.max_num_reqs, tree.num_nodes, tree.horizon, device)
         self.speculator = TreeSpeculator(vllm_config, device, tree, self.tree_state)
-        self._all_chains = bool(vllm_config.model_config.logits_processors)
+        self._all_chains = False
         self._commit_groups: list[tuple[int, list[Tensor]]] = []
         self._slot_mappings: Tensor | None = None
         self._tracing = False
@@ -42,6 +48,9 @@ class TreeRunnerMixin(GPUModelRunner):
         """Load both models, then put our sampler in the place of the rejection sampler."""
         super().load_model(*args, **kwargs)
         assert self.sampler is not None and self.speculative_config is not None
+        # Custom processors come from the settings or from installed packages' entry points.
+        processors = self.sampler.logits_processors
+        self._all_chains = not all(isinstance(p, BUILT_IN_PROCESSORS) for p in processors)
         self.rejection_sampler = TreeSampler(
             self.sampler, self.speculative_config, self.device, self.tree_state, self._commit
         )

@@ -207,4 +207,3 @@ class TreeSampler(RejectionSampler):
         if len(chunks) == 1:
             return chunks[0]._replace(cu_num_generated_tokens=starts)
         return LogprobsTensors.cat(chunks, cu_num_generated_tokens=starts)
-

@@ -58,7 +58,7 @@ class TreeSpeculator(DFlashSpeculator):
         return ids[:, 0].clamp(min=0).long()
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
-        """Context rows that a captured draft step stores: one verify pass, 1 + N tokens a request."""
+        """Context rows that a captured draft step stores: 1 + N tokens a request."""
         return min(num_reqs * self.tree.num_tokens, self.max_num_tokens)
 
     @torch.inference_mode()
@@ -73,7 +73,10 @@ class TreeSpeculator(DFlashSpeculator):
         dummy_run: bool = False,
         **kwargs: Any,
     ) -> Tensor:
-        """Draft L positions and grow each request's tree. Returns [B, N] int64, tokens of the nodes."""
+        """Draft L positions and grow each request's tree.
+
+        Returns [B, N] int64, the tokens of the nodes.
+        """
         if not dummy_run and input_batch.num_draft_tokens > 0:
             self._put_in_sequence(input_batch, aux_hidden_states or [last_hidden_states])
         super().propose(

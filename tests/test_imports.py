@@ -1,4 +1,4 @@
-"""Which file may import which: ops <- spec_decode <- model_executor <- register, and torch alone below."""
+"""Which file may import which: ops <- spec_decode <- model_executor <- register."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MODULES = modules()
 
 
 def imports(path: Path) -> Iterator[str]:
-    """Full names of what a file imports, also inside functions; `from a import b` gives a and a.b."""
+    """Full names of what a file imports, anywhere in it; `from a import b` gives a and a.b."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

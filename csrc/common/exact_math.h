@@ -69,19 +69,22 @@ KDTREE_HD float bits_float(int32_t bits) {
 constexpr float kLog2E = 0x1.715476p+0f;
 constexpr float kLog2ELow = 0x1.4ae0cp-26f;  // log2(e) - kLog2E
 
-// Minimax polynomial of 2^f on [-0.5, 0.5], relative error 1.6e-8; f^0 is exactly 1.
-constexpr float kExp2Poly[6] = {0x1.62e43p-1f,  0x1.ebfbdcp-3f,  0x1.c6aee8p-5f,
-                                0x1.3b2d4cp-7f, 0x1.5f3e54p-10f, 0x1.41fbbap-13f};
+// Minimax polynomial 1 + c1 f + ... + c6 f^6 of 2^f on [-0.5, 0.5], relative error 1.6e-8. Scalars,
+// since device code may not index a host array.
+constexpr float kExp2C1 = 0x1.62e43p-1f;
+constexpr float kExp2C2 = 0x1.ebfbdcp-3f;
+constexpr float kExp2C3 = 0x1.c6aee8p-5f;
+constexpr float kExp2C4 = 0x1.3b2d4cp-7f;
+constexpr float kExp2C5 = 0x1.5f3e54p-10f;
+constexpr float kExp2C6 = 0x1.41fbbap-13f;
 
 KDTREE_HD float exp2_fraction(float f) {
-  // One by one: device code knows constants, but no arrays of the host.
-  constexpr float c0 = kExp2Poly[0], c1 = kExp2Poly[1], c2 = kExp2Poly[2];
-  constexpr float c3 = kExp2Poly[3], c4 = kExp2Poly[4], c5 = kExp2Poly[5];
-  float p = fma(c5, f, c4);
-  p = fma(p, f, c3);
-  p = fma(p, f, c2);
-  p = fma(p, f, c1);
-  p = fma(p, f, c0);
+  float p = kExp2C6;
+  p = fma(p, f, kExp2C5);
+  p = fma(p, f, kExp2C4);
+  p = fma(p, f, kExp2C3);
+  p = fma(p, f, kExp2C2);
+  p = fma(p, f, kExp2C1);
   return fma(p, f, 1.0f);
 }
 

@@ -88,8 +88,12 @@ KDTREE_INLINE Vec exp2(Vec x) {
   const Vec magic = broadcast(exact::kRoundMagic);
   const Vec shifted = add(bounded, magic);
   const Vec f = sub(bounded, sub(shifted, magic));
-  Vec p = broadcast(exact::kExp2Poly[5]);
-  for (int i = 4; i >= 0; --i) p = fma(p, f, broadcast(exact::kExp2Poly[i]));
+  Vec p = broadcast(exact::kExp2C6);
+  p = fma(p, f, broadcast(exact::kExp2C5));
+  p = fma(p, f, broadcast(exact::kExp2C4));
+  p = fma(p, f, broadcast(exact::kExp2C3));
+  p = fma(p, f, broadcast(exact::kExp2C2));
+  p = fma(p, f, broadcast(exact::kExp2C1));
   p = fma(p, f, broadcast(1.0f));
   const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(shifted.v), 23);
   const __m256i bits = _mm256_add_epi32(_mm256_castps_si256(p.v), n);

@@ -6,6 +6,7 @@ events to the pipe FD, one JSON object a line; whatever vLLM prints goes to the 
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -101,7 +102,11 @@ def make_engine(args: dict[str, Any], channel: Channel) -> Any:
     """vllm.LLM, with the engine core in this process, where a step is a call we can time."""
     channel.send("phase", name="importing vLLM")
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    gc.disable()  # what imports make stays; collecting it again and again takes seconds of start-up
     from vllm import LLM
+
+    gc.freeze()
+    gc.enable()
 
     speculation = args.get("speculative_config")
     if speculation and "num_speculative_tokens" not in speculation:

@@ -19,6 +19,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         drafter=args.drafter or default_model("--drafter", "drafter"),
         batch_size=1,
         dtype=args.dtype,
+        cpu_threads=args.cpu_threads,
         enforce_eager=True,  # compiling for three short runs would take longer than they do
     )
     check_model("--model", settings.model)

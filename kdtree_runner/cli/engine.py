@@ -10,8 +10,8 @@ from kdtree_runner.platform import is_cpu_build
 
 Kind = Literal["plain", "chain", "tree"]
 
-# On a CPU vLLM would take half of the machine's memory for the cache; a check needs little.
-CPU_KV_CACHE_BYTES = 1 << 30
+# GiB. On a CPU vLLM would take half of the machine's memory for the cache, and zero it.
+CPU_KV_CACHE_GIB = 0.25
 NUM_LOGPROBS = 2  # the baseline's two best tokens: their gap tells a tie from a divergence
 CONTROL_BATCH = 8  # max_num_seqs of the control when the baseline's is 1
 
@@ -49,6 +49,8 @@ class EngineSettings:
     executor: str | None = None
     enforce_eager: bool = False
     gpu_memory_utilization: float | None = None
+    kv_cache_gib: float | None = None
+    cpu_threads: int | None = None
     trust_remote_code: bool = False
     language_model_only: bool = False
 
@@ -97,14 +99,33 @@ def engine_args(mode: Mode, settings: EngineSettings) -> dict[str, Any]:
         args["language_model_only"] = True
     if settings.gpu_memory_utilization is not None:
         args["gpu_memory_utilization"] = settings.gpu_memory_utilization
+    cache = settings.kv_cache_gib
     if is_cpu_build():
-        args["kv_cache_memory_bytes"] = CPU_KV_CACHE_BYTES
+        cache = CPU_KV_CACHE_GIB if cache is None else cache
     else:
         args["attention_config"] = {"backend": ATTENTION_BACKEND}
+    if cache is not None:
+        args["kv_cache_memory_bytes"] = int(cache * 2**30)
     speculation = speculative_config(mode, settings)
     if speculation is not None:
         args["speculative_config"] = speculation
     return args
+
+
+def engine_environment(settings: EngineSettings) -> dict[str, str]:
+    """Environment variables that an engine's process must start with; none on a GPU.
+
+    Triton's own library is interpreted only if Triton hears of it before torch imports it, which is
+    before vLLM asks for our platform; the stock chain's rejection kernels need that. vLLM's own
+    binding of threads would override their number.
+    """
+    if not is_cpu_build():
+        return {}
+    threads = {}
+    if settings.cpu_threads is not None:
+        threads["OMP_NUM_THREADS"] = str(settings.cpu_threads)
+        threads["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
+    return {"TRITON_INTERPRET": "1", **threads}
 
 
 def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] | None:

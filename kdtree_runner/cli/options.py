@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from kdtree_runner.cli.engine import CPU_KV_CACHE_GIB
 from kdtree_runner.config import DEFAULT_BUDGET, MAX_HORIZON, MAX_NODES
 
 DEFAULT_PROMPTS = 32
@@ -90,6 +91,18 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=number(0, 1, above=True),
         metavar="SHARE",
         help="share of the GPU's memory an engine may take (default: vLLM's)",
+    )
+    group.add_argument(
+        "--kv-cache-gib",
+        type=number(0, above=True),
+        metavar="GIB",
+        help=f"size of the KV cache (default: vLLM's; on a CPU {CPU_KV_CACHE_GIB})",
+    )
+    group.add_argument(
+        "--cpu-threads",
+        type=integer(1),
+        metavar="N",
+        help="threads of an engine on a CPU; a miniature is fastest with 1 (default: vLLM's)",
     )
     group.add_argument("--trust-remote-code", action="store_true")
     group.add_argument(
@@ -179,6 +192,13 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         help="nodes of a tree (default: %(default)s)",
     )
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="default: %(default)s")
+    parser.add_argument(
+        "--cpu-threads",
+        type=integer(1),
+        default=1,
+        metavar="N",
+        help="threads of an engine on a CPU (default: %(default)s)",
+    )
     parser.add_argument(
         "--timeout", type=number(0, above=True), default=600.0, metavar="SECONDS", help="see verify"
     )

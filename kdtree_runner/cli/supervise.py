@@ -21,11 +21,11 @@ from kdtree_runner.cli.engine import (
     Mode,
     Sampling,
     engine_args,
+    engine_environment,
     wants_gaps,
 )
 from kdtree_runner.cli.errors import EngineError, UserError
 from kdtree_runner.cli.prompts import Prompt
-from kdtree_runner.platform import is_cpu_build
 
 LOG_TAIL = 20  # lines of the log shown on failure
 POLL_SECONDS = 0.2
@@ -89,7 +89,7 @@ def run_job(
             stdin=subprocess.PIPE,  # never written to: it closes when this process ends
             stdout=log,
             stderr=log,
-            env=_environment(),
+            env={**os.environ, **engine_environment(job.settings)},
             pass_fds=(write_fd,),
             start_new_session=True,
         )
@@ -106,15 +106,6 @@ def run_job(
     finally:
         os.close(read_fd)
         _end(child)
-
-
-def _environment() -> dict[str, str]:
-    """The child's environment.
-
-    On a CPU, Triton's own library is interpreted only if Triton hears of it before torch imports
-    it, which is before vLLM asks for our platform. The stock chain's rejection kernels need that.
-    """
-    return {"TRITON_INTERPRET": "1", **os.environ} if is_cpu_build() else dict(os.environ)
 
 
 def _events(child: subprocess.Popen[bytes], fd: int, silence_seconds: float) -> Iterator[Event]:

@@ -92,6 +92,8 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         executor=args.executor,
         enforce_eager=args.enforce_eager,
         gpu_memory_utilization=args.gpu_memory_utilization,
+        kv_cache_gib=args.kv_cache_gib,
+        cpu_threads=args.cpu_threads,
         trust_remote_code=args.trust_remote_code,
         language_model_only=args.language_model_only,
     )

@@ -6,7 +6,7 @@ import pytest
 from cli_fakes import CHAIN, CONTROL, PLAIN, SETTINGS, TREE
 
 from kdtree_runner.cli import engine
-from kdtree_runner.cli.engine import Sampling, engine_args, wants_gaps
+from kdtree_runner.cli.engine import Sampling, engine_args, engine_environment, wants_gaps
 
 
 @pytest.mark.parametrize("cpu", [True, False])
@@ -20,6 +20,17 @@ def test_only_speculation_differs(cpu: bool, monkeypatch: pytest.MonkeyPatch) ->
         assert args == plain
     assert ("attention_config" in plain) == (not cpu)
     assert ("kv_cache_memory_bytes" in plain) == cpu
+    settings = replace(SETTINGS, kv_cache_gib=2.0)
+    assert engine_args(PLAIN, settings)["kv_cache_memory_bytes"] == 2 << 30
+
+
+def test_threads_are_set_on_a_cpu_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = replace(SETTINGS, cpu_threads=3)
+    monkeypatch.setattr(engine, "is_cpu_build", lambda: False)
+    assert engine_environment(settings) == {}
+    monkeypatch.setattr(engine, "is_cpu_build", lambda: True)
+    assert engine_environment(settings)["OMP_NUM_THREADS"] == "3"
+    assert "OMP_NUM_THREADS" not in engine_environment(SETTINGS)
 
 
 def test_speculation_of_each_mode() -> None:

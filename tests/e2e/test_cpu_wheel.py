@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kdtree_runner import cpu_batch, cpu_wheel, platform
+from kdtree_runner import cpu_kernels, cpu_wheel, platform
 
 pytestmark = pytest.mark.skipif(
     not platform.is_cpu_build(), reason="the GPU build keeps its kernels"
@@ -106,13 +106,21 @@ def starts(lengths: Tensor, width: int) -> Tensor:
 INPUT_BATCH = "vllm.v1.worker.gpu.input_batch"
 
 
-def test_the_batch_kernels_are_replaced() -> None:
+def test_the_kernels_are_replaced() -> None:
     from vllm.v1.worker.gpu import input_batch
+    from vllm.v1.worker.gpu.sample import gumbel, logprob
 
-    replaced = {n for n, v in vars(input_batch).items() if isinstance(v, cpu_batch.StandIn)}
+    replaced = {n for n, v in vars(input_batch).items() if isinstance(v, cpu_kernels.StandIn)}
     kernels = {n for n in vars(stock(INPUT_BATCH)) if n.endswith("_kernel")}
     left = {"_prepare_prefill_inputs_kernel", "_post_update_num_computed_tokens_kernel"}
     assert replaced == kernels - left
+    for kernel in (
+        gumbel._temperature_kernel,
+        logprob._ranks_kernel,
+        logprob._topk_log_softmax_kernel,
+    ):
+        assert isinstance(kernel, cpu_kernels.StandIn)
+    assert gumbel.gumbel_sample is cpu_wheel.gumbel_sample
 
 
 def test_prepare_pos_seq_lens(batch: SimpleNamespace) -> None:
@@ -201,7 +209,7 @@ BLOCK_TABLE = "vllm.v1.worker.gpu.block_table"
 def test_gather_block_tables(batch: SimpleNamespace) -> None:
     theirs = block_tables(stock(BLOCK_TABLE))
     ours = block_tables(importlib.import_module(BLOCK_TABLE))
-    assert type(ours).gather_block_tables is cpu_batch.gather_block_tables
+    assert type(ours).gather_block_tables is cpu_kernels.gather_block_tables
     want = theirs.gather_block_tables(batch.slots, BATCH + 2)
     got = ours.gather_block_tables(batch.slots, BATCH + 2)
     for a, b in zip(
@@ -222,9 +230,31 @@ def test_compute_slot_mappings(batch: SimpleNamespace) -> None:
     assert (want[0, : batch.num_tokens] >= 0).any()
 
 
+GUMBEL, LOGPROB = "vllm.v1.worker.gpu.sample.gumbel", "vllm.v1.worker.gpu.sample.logprob"
+
+
+def test_temperature() -> None:
+    kernel = stock(GUMBEL).apply_temperature
+    ours = importlib.import_module(GUMBEL).apply_temperature
+    temperatures = torch.tensor([0.0, 0.8, 1.0, 0.3, 2.0])
+    args = (torch.randn(24, VOCAB), torch.randint(0, 5, (24,)), temperatures)
+    assert_same_effect(kernel, ours, *args)
+
+
+def test_topk_scores() -> None:
+    """Log-probabilities to rounding, tokens and ranks exactly, also where logits are equal."""
+    logits = (torch.randn(24, VOCAB) * 4).round() / 2
+    sampled = torch.randint(0, VOCAB, (24,))
+    want = stock(LOGPROB).compute_topk_scores(logits, 5, sampled)
+    got = importlib.import_module(LOGPROB).compute_topk_scores(logits, 5, sampled)
+    assert torch.equal(got.logprob_token_ids, want.logprob_token_ids)
+    assert torch.equal(got.selected_token_ranks, want.selected_token_ranks)
+    torch.testing.assert_close(got.logprobs, want.logprobs, rtol=1e-6, atol=1e-5)
+
+
 @pytest.mark.parametrize("apply_temperature", [True, False])
 def test_gumbel_sample(apply_temperature: bool) -> None:
-    kernel = stock("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
+    kernel = stock(GUMBEL).gumbel_sample
     rows = 24
     args = (
         torch.randn(rows, VOCAB) * 2,
@@ -239,7 +269,7 @@ def test_gumbel_sample(apply_temperature: bool) -> None:
 
 def test_gumbel_noise_is_the_kernels_to_the_bit() -> None:
     """Equal logits: the noise alone decides, so that one differing bit could show."""
-    kernel = stock("vllm.v1.worker.gpu.sample.gumbel").gumbel_sample
+    kernel = stock(GUMBEL).gumbel_sample
     rows = 24
     args = (torch.zeros(rows, VOCAB), torch.zeros(rows, dtype=torch.int64), torch.ones(1))
     args += (torch.tensor([99]), torch.arange(rows))
@@ -367,3 +397,13 @@ def test_rotary_equals_forward_native(num_heads: int, flat: bool) -> None:
     got = rope.forward_cpu(positions, query.clone(), key.clone())
     for a, b in zip(want, got, strict=True):
         torch.testing.assert_close(a, b)
+
+
+def test_context_keys_are_normed_by_their_own_layer() -> None:
+    """vLLM's CPU operator takes the first layer's weight for every layer."""
+    layers, tokens, heads, size = 3, 5, 2, 64
+    keys, weights = torch.randn(layers, tokens, heads, size), torch.rand(layers, size) + 0.5
+    model = SimpleNamespace(_k_norm_weights=weights, _rms_norm_eps=1e-5)
+    got = cpu_wheel.normalize_context_k(model, keys)
+    scale = keys.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
+    torch.testing.assert_close(got, keys * scale * weights[:, None, None])

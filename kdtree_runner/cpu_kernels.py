@@ -1,8 +1,9 @@
-"""The V2 runner's batch preparation in torch, for a CPU.
+"""The V2 runner's small kernels in torch, for a CPU.
 
-Triton's interpreter runs these kernels one request after the other, some 20 µs an operation: 5.6 of
-the 6.7 s of 24 plain steps at batch 8. Every function has the contract of the kernel or method of
-vLLM 0.32.0 (v1/worker/gpu/{input_batch,block_table}.py) whose place it takes; tests compare them.
+Triton's interpreter runs a kernel program by program, some 20 µs an operation: of 24 plain steps at
+batch 8 the batch preparation took 5.6 s of 6.7, and temperature makes a tree step 4 times as long,
+log-probabilities 8 times. Every function has the contract of the kernel or method of vLLM 0.32.0
+(v1/worker/gpu/{input_batch,block_table}.py and sample/) whose place it takes; tests compare them.
 """
 
 from __future__ import annotations
@@ -162,6 +163,53 @@ def expand_idx_mapping(
     expanded_local_pos[: len(rows)] = (rows - start[batch_idx]).int()
 
 
+def temperature(
+    grid: tuple[int, ...],
+    logits: Tensor,
+    logits_stride: int,
+    expanded_idx_mapping: Tensor,
+    temperatures: Tensor,
+    vocab_size: int,
+    **_: int,
+) -> None:
+    """Divide each row by its request's temperature; 0 (greedy) and 1 leave it as it is."""
+    heat = temperatures[expanded_idx_mapping].float()
+    heat = torch.where(heat == 0, 1.0, heat)
+    logits[: grid[0], :vocab_size] /= heat[: grid[0], None]
+
+
+def topk_log_softmax(
+    grid: tuple[int, ...],
+    output: Tensor,
+    logits: Tensor,
+    logits_stride: int,
+    topk_ids: Tensor,
+    topk_ids_stride: int,
+    topk: int,
+    vocab_size: int,
+    **_: int,
+) -> None:
+    """Log-probabilities of the given tokens, [rows, topk]."""
+    scores = logits[: grid[0], :vocab_size].float()
+    chosen = scores.gather(1, topk_ids[: grid[0], :topk].long())
+    output[: grid[0]] = chosen - scores.logsumexp(1, keepdim=True)
+
+
+def ranks(
+    grid: tuple[int, ...],
+    output: Tensor,
+    logits: Tensor,
+    logits_stride: int,
+    token_ids: Tensor,
+    vocab_size: int,
+    **_: int,
+) -> None:
+    """How many logits of each row are at least the given token's: 1 for the best."""
+    scores = logits[: grid[0], :vocab_size]
+    chosen = scores.gather(1, token_ids[: grid[0]].long().view(-1, 1))
+    output[: grid[0]] = (scores >= chosen).sum(1)
+
+
 def gather_block_tables(
     self: Any,
     idx_mapping: Tensor,
@@ -212,14 +260,20 @@ def install() -> None:
     """Put every function in the place of its kernel or method."""
     from vllm.v1.worker.gpu import input_batch
     from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.sample import gumbel, logprob
 
-    for function in (
-        prepare_pos_seq_lens,
-        combine_sampled_and_draft_tokens,
-        get_num_sampled_and_rejected,
-        post_update,
-        expand_idx_mapping,
+    for module, function in (
+        (input_batch, prepare_pos_seq_lens),
+        (input_batch, combine_sampled_and_draft_tokens),
+        (input_batch, get_num_sampled_and_rejected),
+        (input_batch, post_update),
+        (input_batch, expand_idx_mapping),
+        (gumbel, temperature),
+        (logprob, topk_log_softmax),
+        (logprob, ranks),
     ):
-        setattr(input_batch, f"_{function.__name__}_kernel", StandIn(function))
+        kernel = f"_{function.__name__}_kernel"
+        assert hasattr(module, kernel), kernel
+        setattr(module, kernel, StandIn(function))
     BlockTables.gather_block_tables = gather_block_tables  # type: ignore[method-assign]
     BlockTables.compute_slot_mappings = compute_slot_mappings  # type: ignore[method-assign]

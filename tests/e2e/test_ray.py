@@ -1,0 +1,23 @@
+"""examples/ray_tp.py: tensor parallel 2 through Ray gives the tokens of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from engines import Baseline, greedy, sampled, tokens
+from processes import run_example
+
+pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
+
+
+def test_ray_example(baseline: Baseline, prompts: list[tuple[int, ...]], tmp_path: Path) -> None:
+    seeded = [sampled(p, seed=i, max_tokens=32) for i, p in enumerate(prompts[4:8])]
+    requests = [*(greedy(p, max_tokens=32) for p in prompts[:4]), *seeded]
+    answer, printed = run_example("ray_tp.py", requests, tmp_path)
+    assert answer["tokens"] == [tokens(o) for o in baseline(requests)]
+    assert len(answer["states"]) == 2
+    assert len(set(answer["states"])) == 1, "the ranks grew different trees"
+    assert answer["backend"] == "CpuRayExecutor"
+    assert "def read_lines(path):" in printed
