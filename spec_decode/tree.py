@@ -30,7 +30,6 @@ class TreeState:
     tree_rows: [max_num_reqs] int32, slot of the b-th request of the batch, -1 for a chain.
     path: [max_num_reqs, A] int32, accepted node at each depth, past the end the last one again.
     num_emitted: [max_num_reqs] int32, accepted nodes + 1; 0 for a request without rows.
-    emitted: [max_num_reqs, T] int64, emitted token ids, 0 past the end.
     """
 
     def __init__(
@@ -58,7 +57,6 @@ class TreeState:
         self.tree_rows = full(max_num_reqs, value=-1)
         self.path = full(max_num_reqs, horizon + 1, value=0)
         self.num_emitted = full(max_num_reqs, value=0)
-        self.emitted = full(max_num_reqs, self.num_tokens, value=0, dtype=torch.int64)
 
     def reset(self, slot: int) -> None:
         """Give a slot the chain-shaped tree, which holds until the drafter has run for it."""

@@ -15,7 +15,6 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +107,9 @@ def make_engine(args: dict[str, Any], channel: Channel) -> Any:
     gc.freeze()
     gc.enable()
 
-    speculation = args.get("speculative_config")
-    if speculation and "num_speculative_tokens" not in speculation:
+    speculation = args.get("speculative_config") or {}
+    if speculation.get("method") == "dflash" and "num_speculative_tokens" not in speculation:
+        # DDTree has this default; for the stock chain vLLM wants the number.
         from vllm.transformers_utils.config import get_config
 
         from kdtree_runner.config import draft_block_size
@@ -267,16 +267,15 @@ def describe(llm: Any) -> dict[str, Any]:
         "dtype": str(config.model_config.dtype).removeprefix("torch."),
         "max_model_len": config.model_config.max_model_len,
         "devices": device_names(config.parallel_config.world_size),
-        "attention": sorted(set(_attention_classes(llm))),
+        "attention": llm.collective_rpc(attention_backends)[0],
     }
 
 
-def _attention_classes(llm: Any) -> Iterator[str]:
-    layers = llm.llm_engine.vllm_config.compilation_config.static_forward_context
-    for layer in layers.values():
-        backend = getattr(layer, "attn_backend", None)
-        if backend is not None:
-            yield backend.get_name()
+def attention_backends(worker: Any) -> list[str]:
+    """Names of the attention backends of a rank's layers. Runs in the rank's process."""
+    layers = worker.vllm_config.compilation_config.static_forward_context.values()
+    backends = [getattr(layer, "attn_backend", None) for layer in layers]
+    return sorted({backend.get_name() for backend in backends if backend is not None})
 
 
 if __name__ == "__main__":

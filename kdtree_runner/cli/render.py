@@ -109,8 +109,8 @@ def prompt_table(check: Check) -> Table:
     indices = list(range(len(check.baseline.records)))
     if len(indices) > MAX_ROWS:
         indices = [i for i in indices if any(g[i].grade != "equal" for g in graded)]
-    table = Table(title="Prompts", title_justify="left", box=SIMPLE_HEAD)
-    for name in ("prompt", "length", "tokens"):
+    table = new_table("Prompts: grade and tok/step")
+    for name in ("", "prompt", "tokens"):
         table.add_column(name, justify="right")
     for run in others:
         table.add_column(run.mode.label)
@@ -122,6 +122,12 @@ def prompt_table(check: Check) -> Table:
             cells.append(grade_cell(grades[i]) + pace)
         table.add_row(*cells)
     return table
+
+
+def new_table(title: str) -> Table:
+    """An empty table that leaves no width unused: six columns of grades fit into 80."""
+    looks: dict[str, Any] = {"box": SIMPLE_HEAD, "pad_edge": False, "collapse_padding": True}
+    return Table(title=title, title_justify="left", **looks)
 
 
 def grade_cell(comparison: Comparison) -> str:
@@ -136,7 +142,7 @@ def grade_cell(comparison: Comparison) -> str:
 
 def run_table(runs: list[EngineRun], comparisons: dict[str, Summary]) -> Table:
     """One row an engine: what it emitted, how fast, and whether it was the baseline's output."""
-    table = Table(title="Engines", title_justify="left", box=SIMPLE_HEAD)
+    table = new_table("Engines")
     table.add_column("mode")
     for name in ("tok/step", "accepted", "steps", "steps/s", "tokens", "tok/s", "equal"):
         table.add_column(name, justify="right", no_wrap=True)

@@ -12,7 +12,7 @@ from shutil import rmtree
 from tempfile import mkdtemp
 
 from kdtree_runner.cli.engine import EngineSettings, Mode, Sampling
-from kdtree_runner.cli.errors import EngineError, ExitCode, UserError, wanted
+from kdtree_runner.cli.errors import EngineError, ExitCode, wanted
 from kdtree_runner.cli.options import DEFAULT_PROMPTS
 from kdtree_runner.cli.prompts import Prompt, load_file, load_heldout
 from kdtree_runner.config import DEFAULT_BUDGET
@@ -127,7 +127,7 @@ def log_directory() -> Iterator[Path]:
     path = Path(mkdtemp(prefix="kdtree-"))
     try:
         yield path
-    except (EngineError, UserError):
+    except EngineError:
         raise
     except BaseException:
         rmtree(path, ignore_errors=True)

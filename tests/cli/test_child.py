@@ -1,6 +1,9 @@
 """Parts of the engine's process that need no engine."""
 
 import runpy
+import signal
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -69,6 +72,27 @@ def test_only_refusals_are_the_users_mistakes(tmp_path: Path) -> None:
         runpy.run_path(str(arguments))
     except ValueError as error:
         assert _is_refusal(error)
+
+
+def test_an_engine_does_not_outlive_the_command() -> None:
+    code = (
+        "from kdtree_runner.cli.child import _end_with_parent\n"
+        "import time\n"
+        "_end_with_parent()\n"
+        "print('up', flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
+    assert child.stdin is not None
+    child.stdin.close()  # as the end of the command does
+    assert child.wait(30) == -signal.SIGKILL
 
 
 def test_counters_of_an_engine_with_and_without_speculation() -> None:

@@ -90,7 +90,9 @@ class EnginePool:
 
     def get(self, mode: Mode, **settings: Any) -> Any:
         """The engine that make_engine(mode, **settings) makes, or made earlier."""
-        key = f"{mode} {sorted(settings.items())!r}"
+        defaults = {"budget": 16, "horizon": 7}
+        named = {k: v for k, v in settings.items() if v != defaults.get(k)}
+        key = f"{mode} {sorted(named.items())!r}"
         if key not in self._engines:
             while len(self._engines) >= self.capacity:
                 close(self._engines.popitem(last=False)[1])

@@ -62,6 +62,14 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def runs(process: psutil.Process) -> bool:
+    """Whether a process is there and not only waiting for its parent to ask how it ended."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 class Server:
     """`examples/serve.sh` in a process group of its own."""
 
@@ -120,9 +128,14 @@ class Server:
         """Wait for it to end by itself; its exit code."""
         return self.process.wait(timeout)
 
-    def survivors(self, timeout: float = 10.0) -> list[psutil.Process]:
-        """Processes below it that are still there some time after its end."""
-        return list(psutil.wait_procs(self._family, timeout)[1])
+    def survivors(self, timeout: float = STOP_S) -> list[psutil.Process]:
+        """Processes below it that still run some time after its end."""
+        end = time.monotonic() + timeout
+        while left := [p for p in self._family if runs(p)]:
+            if time.monotonic() > end:
+                break
+            time.sleep(0.2)
+        return left
 
     def stop(self) -> int:
         """Ask it to end, as a service manager does; its exit code."""
@@ -134,6 +147,5 @@ class Server:
         if self.process.poll() is None:
             self.process.kill()
             self.process.wait()
-        for process in self._family:
-            if process.is_running():
-                process.kill()
+        for process in filter(runs, self._family):
+            process.kill()

@@ -227,8 +227,8 @@ def test_dead_engine(title: str, tmp_path: Path) -> None:
         server.child(title).kill()
         with pytest.raises((openai.APIError, httpx.TransportError)):
             list(stream)
-        assert server.end(DEAD_S) is not None
-        assert "EngineDeadError" in server.text() or "died" in server.text()
+        server.end(DEAD_S)  # vLLM 0.32.0 ends with code 0 even so
+        assert "EngineDeadError" in server.text()
         assert server.survivors() == []
     finally:
         server.kill()

@@ -34,7 +34,6 @@ def test_state_has_its_shapes_and_starts_as_chains(num_nodes: int, horizon: int)
         "tree_rows": ((3,), torch.int32),
         "path": ((3, width), torch.int32),
         "num_emitted": ((3,), torch.int32),
-        "emitted": ((3, num_tokens), torch.int64),
     }
     for name, (shape, dtype) in wanted.items():
         tensor = getattr(state, name)

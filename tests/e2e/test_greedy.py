@@ -1,0 +1,86 @@
+"""Greedy decoding: DDTree emits the tokens of plain decoding, whatever is accepted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from engines import (
+    Baseline,
+    EnginePool,
+    Request,
+    assert_equal,
+    generate,
+    generate_one_by_one,
+    greedy,
+    metric,
+    traced,
+)
+from oracle import oracle
+
+NUM_PROMPTS = 32
+NUM_ONE_BY_ONE = {1: 4, 7: 6, 16: NUM_PROMPTS, 31: 6}  # one request at a time is slow
+
+# Accepted nodes a step that the trained drafter must reach. With N = 1 it drafts one position in a
+# block of 2, and it was trained on blocks of 8.
+ACCEPTED = {1: 0.2, 7: 2.0, 16: 2.3, 31: 2.5}
+
+
+@pytest.fixture(scope="module")
+def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
+    """Prompts of 20 to 400 tokens: more of them than slots, so that steps mix lengths."""
+    chosen = prompts[:NUM_PROMPTS]
+    assert len(chosen) == NUM_PROMPTS
+    assert max(map(len, chosen)) > 4 * min(map(len, chosen))
+    return [greedy(prompt) for prompt in chosen]
+
+
+@pytest.fixture(scope="module", params=sorted(NUM_ONE_BY_ONE))
+def budget(request: pytest.FixtureRequest) -> int:
+    return int(request.param)
+
+
+@pytest.fixture
+def tree(pool: EnginePool, baseline: Baseline, requests: list[Request], budget: int) -> Any:
+    baseline(requests)  # before the tree engine, so that both are alive together
+    return pool.get("tree", budget=budget)
+
+
+def test_batched(tree: Any, budget: int, baseline: Baseline, requests: list[Request]) -> None:
+    with traced(tree) as trace:
+        outputs = generate(tree, requests)
+    assert_equal(outputs, baseline(requests))
+    assert max(trace.num_nodes) == budget
+    assert trace.mean_accepted > ACCEPTED[budget]
+    assert (trace.num_off_sequence > 0) == (budget > 1)
+
+
+def test_one_by_one(tree: Any, budget: int, baseline: Baseline, requests: list[Request]) -> None:
+    few = requests[: NUM_ONE_BY_ONE[budget]]
+    assert_equal(generate_one_by_one(tree, few), baseline(few))
+
+
+def test_long_paths(tree: Any, budget: int, baseline: Baseline, requests: list[Request]) -> None:
+    few = requests[:8]
+    with traced(tree) as trace, oracle(tree, baseline(few)):
+        outputs = generate(tree, few)
+    assert_equal(outputs, baseline(few))
+    if budget >= 7:
+        assert trace.longest_off_sequence >= 5
+        assert trace.num_off_sequence > len(trace.paths) / 3
+
+
+def test_chain_of_vllm_accepts_less(
+    pool: EnginePool, baseline: Baseline, requests: list[Request]
+) -> None:
+    """vLLM's own DFlash chain on the same pair; also the only user of its rejection sampler."""
+    few = [greedy(r.prompt, 32) for r in requests[:6]]  # its kernels run in the interpreter
+    want = baseline(few)
+    tree = pool.get("tree")
+    with traced(tree) as trace:
+        assert_equal(generate(tree, few), want)
+    chain = pool.get("chain")
+    assert_equal(generate(chain, few), want)
+    steps = metric(chain, "vllm:spec_decode_num_drafts")
+    accepted = metric(chain, "vllm:spec_decode_num_accepted_tokens") / steps
+    assert trace.mean_accepted > accepted + 0.3
