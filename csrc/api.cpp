@@ -7,6 +7,9 @@
 #include "tree_accept/cpu.h"
 #include "tree_build/cpu.h"
 #include "verify_attn/cpu.h"
+#ifdef KDTREE_CUDA_ARCHS
+#include "verify_attn/cuda.h"
+#endif
 
 #define KDTREE_STRING_(x) #x
 #define KDTREE_STRING(x) KDTREE_STRING_(x)
@@ -35,9 +38,16 @@ kdtree_status guarded(const char* op, const Params* params, Run run) noexcept {
   }
 }
 
-void check_device(Checker& check, int32_t device) {
+#ifdef KDTREE_CUDA_ARCHS
+constexpr bool kHasCuda = true;
+#else
+constexpr bool kHasCuda = false;
+#endif
+
+void check_device(Checker& check, int32_t device, bool has_cuda = false) {
   check.require(device == KDTREE_DEVICE_CPU || device == KDTREE_DEVICE_CUDA, "device",
                 "0 (CPU) or 1 (CUDA)", device);
+  if (has_cuda) return;
   check.supported(device == KDTREE_DEVICE_CPU, "device", "0 (CPU), the only one in this build",
                   device);
 }
@@ -95,7 +105,7 @@ void check_build(Checker& check, const kdtree_build_params& p) {
 }
 
 void check_verify_sizes(Checker& check, const kdtree_verify_attn_params& p) {
-  check_device(check, p.device);
+  check_device(check, p.device, kHasCuda);
   check.at_least("batch", p.batch, 0);
   check.at_least("num_tokens", p.num_tokens, 0);
   check.in_range("num_heads", p.num_heads, 1, kMaxHeads);
@@ -199,11 +209,22 @@ kdtree_status kdtree_verify_attn(const kdtree_verify_attn_params* params) {
                  [](const kdtree_verify_attn_params& p, Checker& check) {
                    check_verify(check, p);
                    if (!check.ok() || p.batch == 0 || p.num_tokens == 0) return check.status();
+#ifdef KDTREE_CUDA_ARCHS
+                   if (p.device == KDTREE_DEVICE_CUDA) return kdtree::cuda::verify_attn(p);
+#endif
                    return kdtree::cpu::verify_attn(p);
                  });
 }
 
-size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params*) {
+size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params) {
+#ifdef KDTREE_CUDA_ARCHS
+  if (params != nullptr && params->device == KDTREE_DEVICE_CUDA) {
+    Checker check("kdtree_verify_attn_workspace");
+    check_verify_sizes(check, *params);
+    if (check.ok()) return kdtree::cuda::verify_attn_workspace(*params);
+  }
+#endif
+  (void)params;
   return 0;
 }
 
@@ -239,7 +260,11 @@ const char* kdtree_version(void) {
 }
 
 const char* kdtree_build_info(void) {
+#ifdef KDTREE_CUDA_ARCHS
+  return "cpu;cuda:" KDTREE_CUDA_ARCHS;
+#else
   return "cpu";
+#endif
 }
 
 const char* kdtree_last_error(void) {
