@@ -1,7 +1,8 @@
 // Shared memory and barriers of a CTA, and who waits for whom.
 //
 // 12 warps. Warps 0-3 score: S = Q K^T of a 32-position tile, softmax, weights (bf16) and rescale factors to shared
-// memory. Warps 4-11 each own 64 of the 512 value columns: O = O * factor + P V; they also bring the cache rows. Tiles go around a ring of kStages stages, across units; stage of tile g: g mod kStages.
+// memory. Warps 4-11 each own 64 of the 512 value columns: O = O * factor + P V; they also bring the cache rows. Tiles
+// go around a ring of kStages stages, across units; stage of tile g: g mod kStages.
 //   full[stage]     the cache rows are there                    value warps -> score warps, value warps
 //   weights[stage]  P, factors (and 1 / sum at a unit's end)     score warps -> value warps
 //   empty[stage]    all value warps are done with all of these   value warps -> value warps
