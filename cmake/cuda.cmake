@@ -1,5 +1,5 @@
 # The GPU's side of the library, compiled where there is an nvcc; a GPU is not needed.
-#   KDTREE_CUDA       AUTO: if an nvcc is found; ON: fail without one; OFF: CPU only
+#   KDTREE_CUDA       OFF (the default): CPU only; AUTO: if an nvcc is found; ON: fail without one
 #   KDTREE_CUDA_ARCH  targets, "90a;100f;120f" or some of them
 # The environment gives the defaults. Sets KDTREE_CUDA_ARCHS, the targets built for, "" for none.
 
@@ -10,7 +10,8 @@ function(kdtree_setting name default what)
   set(${name} "${default}" CACHE STRING "${what}")
 endfunction()
 
-kdtree_setting(KDTREE_CUDA AUTO "Build for CUDA: AUTO, ON or OFF")
+# OFF until the kernels meet their goals: a CPU machine with an nvcc would build them in vain.
+kdtree_setting(KDTREE_CUDA OFF "Build for CUDA: AUTO, ON or OFF")
 kdtree_setting(KDTREE_CUDA_ARCH "90a;100f;120f" "CUDA targets")
 string(REGEX REPLACE "[, ]+" ";" KDTREE_CUDA_ARCHS "${KDTREE_CUDA_ARCH}")
 

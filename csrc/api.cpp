@@ -11,6 +11,7 @@
 #include "kv_commit/cuda.h"
 #include "tree_accept/cuda.h"
 #include "tree_build/cuda.h"
+#include "verify_attn/cuda.h"
 #endif
 
 #define KDTREE_STRING_(x) #x
@@ -124,7 +125,6 @@ void check_verify_sizes(Checker& check, const kdtree_verify_attn_params& p) {
 
 void check_verify(Checker& check, const kdtree_verify_attn_params& p) {
   check_verify_sizes(check, p);
-  check.supported(p.device == KDTREE_DEVICE_CPU, "device", "0 (CPU)", p.device);
   if (p.batch == 0 || p.num_tokens == 0) return;
   check.at_least("kv_token_stride", p.kv_token_stride, kHeadDim);
   check.at_least("kv_page_stride", p.kv_page_stride, kHeadDim);
@@ -214,11 +214,19 @@ kdtree_status kdtree_verify_attn(const kdtree_verify_attn_params* params) {
                  [](const kdtree_verify_attn_params& p, Checker& check) {
                    check_verify(check, p);
                    if (!check.ok() || p.batch == 0 || p.num_tokens == 0) return check.status();
-                   return kdtree::cpu::verify_attn(p);
+                   return KDTREE_RUN(verify_attn, p);
                  });
 }
 
-size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params*) {
+size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params) {
+#ifdef KDTREE_CUDA_ARCHS
+  if (params != nullptr && params->device == KDTREE_DEVICE_CUDA) {
+    Checker check("kdtree_verify_attn_workspace");
+    check_verify_sizes(check, *params);
+    if (check.ok()) return kdtree::cuda::verify_attn_workspace(*params);
+  }
+#endif
+  (void)params;
   return 0;
 }
 
