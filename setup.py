@@ -14,6 +14,8 @@ from setuptools.command.build import build
 
 ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libkdtree_kernels_c.so"
+# What the environment may set, see cmake/cuda.cmake.
+SETTINGS = {"KDTREE_CUDA": "OFF", "KDTREE_CUDA_ARCH": "90a;100f;120f"}
 
 
 def tool(name: str) -> str:
@@ -40,7 +42,10 @@ class BuildNative(Command):
         build_dir = ROOT / "build" / "native"
         build_dir.mkdir(parents=True, exist_ok=True)
         configure = [tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
-        subprocess.check_call([*configure, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"])
+        # Always given, so that a build folder does not remember another call's.
+        settings = {name: os.environ.get(name, default) for name, default in SETTINGS.items()}
+        settings["CMAKE_MAKE_PROGRAM"] = tool("ninja")
+        subprocess.check_call([*configure, *(f"-D{n}={v}" for n, v in settings.items())])
         subprocess.check_call(
             [tool("cmake"), "--build", str(build_dir), "--target", "kdtree_kernels_c"]
         )
@@ -59,7 +64,7 @@ class BuildNative(Command):
         return {}
 
     def get_source_files(self) -> list[str]:
-        files = [ROOT / "CMakeLists.txt", *(ROOT / "csrc").rglob("*")]
+        files = [ROOT / "CMakeLists.txt", *(ROOT / "cmake").glob("*"), *(ROOT / "csrc").rglob("*")]
         return [str(f.relative_to(ROOT)) for f in files if f.is_file()]
 
 

@@ -7,9 +7,23 @@
 #include "tree_accept/cpu.h"
 #include "tree_build/cpu.h"
 #include "verify_attn/cpu.h"
+#ifdef KDTREE_CUDA_ARCHS
+#include "kv_commit/cuda.h"
+#include "tree_accept/cuda.h"
+#include "tree_build/cuda.h"
+#include "verify_attn/cuda.h"
+#endif
 
 #define KDTREE_STRING_(x) #x
 #define KDTREE_STRING(x) KDTREE_STRING_(x)
+
+// Calls an operator's implementation for the device of its parameters.
+#ifdef KDTREE_CUDA_ARCHS
+#define KDTREE_RUN(op, p) \
+  ((p).device == KDTREE_DEVICE_CUDA ? kdtree::cuda::op(p) : kdtree::cpu::op(p))
+#else
+#define KDTREE_RUN(op, p) kdtree::cpu::op(p)
+#endif
 
 namespace {
 
@@ -37,8 +51,10 @@ kdtree_status guarded(const char* op, const Params* params, Run run) noexcept {
 void check_device(Checker& check, int32_t device) {
   check.require(device == KDTREE_DEVICE_CPU || device == KDTREE_DEVICE_CUDA, "device",
                 "0 (CPU) or 1 (CUDA)", device);
+#ifndef KDTREE_CUDA_ARCHS
   check.supported(device == KDTREE_DEVICE_CPU, "device", "0 (CPU), the only one in this build",
                   device);
+#endif
 }
 
 void check_candidates(Checker& check, const kdtree_candidates_params& p) {
@@ -172,7 +188,7 @@ kdtree_status kdtree_build_candidates(const kdtree_candidates_params* params) {
                  [](const kdtree_candidates_params& p, Checker& check) {
                    check_candidates(check, p);
                    if (!check.ok() || p.rows == 0) return check.status();
-                   return kdtree::cpu::build_candidates(p);
+                   return KDTREE_RUN(build_candidates, p);
                  });
 }
 
@@ -180,7 +196,7 @@ kdtree_status kdtree_build_select(const kdtree_select_params* params) {
   return guarded("kdtree_build_select", params, [](const kdtree_select_params& p, Checker& check) {
     check_select(check, p);
     if (!check.ok() || p.batch == 0) return check.status();
-    return kdtree::cpu::build_select(p);
+    return KDTREE_RUN(build_select, p);
   });
 }
 
@@ -188,8 +204,8 @@ kdtree_status kdtree_build_ddtree(const kdtree_build_params* params) {
   return guarded("kdtree_build_ddtree", params, [](const kdtree_build_params& p, Checker& check) {
     check_build(check, p);
     if (!check.ok() || p.select.batch == 0) return check.status();
-    const kdtree_status status = kdtree::cpu::build_candidates(p.candidates);
-    return status == KDTREE_OK ? kdtree::cpu::build_select(p.select) : status;
+    const kdtree_status status = KDTREE_RUN(build_candidates, p.candidates);
+    return status == KDTREE_OK ? KDTREE_RUN(build_select, p.select) : status;
   });
 }
 
@@ -198,11 +214,19 @@ kdtree_status kdtree_verify_attn(const kdtree_verify_attn_params* params) {
                  [](const kdtree_verify_attn_params& p, Checker& check) {
                    check_verify(check, p);
                    if (!check.ok() || p.batch == 0 || p.num_tokens == 0) return check.status();
-                   return kdtree::cpu::verify_attn(p);
+                   return KDTREE_RUN(verify_attn, p);
                  });
 }
 
-size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params*) {
+size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params) {
+#ifdef KDTREE_CUDA_ARCHS
+  if (params != nullptr && params->device == KDTREE_DEVICE_CUDA) {
+    Checker check("kdtree_verify_attn_workspace");
+    check_verify_sizes(check, *params);
+    if (check.ok()) return kdtree::cuda::verify_attn_workspace(*params);
+  }
+#endif
+  (void)params;
   return 0;
 }
 
@@ -210,7 +234,7 @@ kdtree_status kdtree_tree_accept(const kdtree_accept_params* params) {
   return guarded("kdtree_tree_accept", params, [](const kdtree_accept_params& p, Checker& check) {
     check_accept(check, p);
     if (!check.ok() || p.batch == 0) return check.status();
-    return kdtree::cpu::tree_accept(p);
+    return KDTREE_RUN(tree_accept, p);
   });
 }
 
@@ -218,7 +242,7 @@ kdtree_status kdtree_kv_commit(const kdtree_commit_params* params) {
   return guarded("kdtree_kv_commit", params, [](const kdtree_commit_params& p, Checker& check) {
     check_commit(check, p);
     if (!check.ok() || p.batch == 0 || p.num_layers == 0) return check.status();
-    return kdtree::cpu::kv_commit(p);
+    return KDTREE_RUN(kv_commit, p);
   });
 }
 
@@ -238,7 +262,11 @@ const char* kdtree_version(void) {
 }
 
 const char* kdtree_build_info(void) {
+#ifdef KDTREE_CUDA_ARCHS
+  return "cpu;cuda:" KDTREE_CUDA_ARCHS;
+#else
   return "cpu";
+#endif
 }
 
 const char* kdtree_last_error(void) {

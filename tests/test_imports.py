@@ -13,7 +13,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "kdtree_runner"
 FOLDERS = {"": "kdtree_runner", "spec_decode": "spec_decode", "model_executor": "model_executor"}
 # A module may import modules of its own layer and of those before it.
-LAYERS = ("native", "ops", "spec_decode", "model_executor", "register")
+LAYERS = ("native", "kdtree_kernels", "ops", "spec_decode", "model_executor", "register")
 TORCH_ONLY = ("spec_decode.tree", "spec_decode.reference")
 REFERENCE = ("spec_decode.reference", "spec_decode.reference_step")
 
@@ -94,8 +94,10 @@ def test_the_reference_is_not_used_at_run_time(module: str) -> None:
 @pytest.mark.parametrize("module", MODULES)
 def test_only_ops_calls_the_library(module: str) -> None:
     text = MODULES[module].read_text()
-    if module not in ("native", "ops"):
+    if module != "ops":
         assert "torch.ops.kdtree" not in text
+        assert "kdtree_kernels" not in own_imports(MODULES[module])
+    if module not in ("native", "kdtree_kernels"):
         assert "ctypes" not in set(imports(MODULES[module]))
 
 

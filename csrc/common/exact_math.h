@@ -174,8 +174,13 @@ KDTREE_HD void add_80(uint16_t& sum_top, uint64_t& sum, uint16_t top, uint64_t w
 
 KDTREE_HD kdtree_lse merge_lse(const kdtree_lse& a, const kdtree_lse& b) {
   const bool a_first = a.group >= b.group;
-  kdtree_lse sum = a_first ? a : b;
-  const kdtree_lse& other = a_first ? b : a;
+  // Field by field: a choice between references would put both into a GPU thread's local memory.
+  const auto pick = [](bool first, const kdtree_lse& x, const kdtree_lse& y) -> kdtree_lse {
+    return {first ? x.group : y.group, first ? x.high_top : y.high_top,
+            first ? x.low_top : y.low_top, first ? x.high : y.high, first ? x.low : y.low};
+  };
+  kdtree_lse sum = pick(a_first, a, b);
+  const kdtree_lse other = pick(a_first, b, a);
   const int64_t distance = static_cast<int64_t>(sum.group) - other.group;
   if (distance == 0) {
     add_80(sum.high_top, sum.high, other.high_top, other.high);
