@@ -260,8 +260,6 @@ def check_engine(config: Any) -> None:
         _refuse("attention_backend", f"{ATTENTION_BACKEND} with method {METHOD!r}", backend)
     model = config.model_config
     _check_model(model)
-    if not config.use_v2_model_runner:
-        _refuse("VLLM_USE_V2_MODEL_RUNNER", f"the V2 model runner with method {METHOD!r}", "V1")
     dtype = str(model.dtype).removeprefix("torch.")
     if config.cache_config.cache_dtype not in ("auto", dtype):
         wanted = f"auto, which is {dtype}, with method {METHOD!r}"
@@ -276,6 +274,8 @@ def check_engine(config: Any) -> None:
             _refuse(key, f"none with method {METHOD!r}", type(got).__name__)
     if getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False):
         _refuse("enable_return_routed_experts", f"false with method {METHOD!r}", True)
+    if not config.use_v2_model_runner:  # last: what is named above may be why
+        _refuse("VLLM_USE_V2_MODEL_RUNNER", f"the V2 model runner with method {METHOD!r}", "V1")
 
 
 _MODEL_SWITCHES = (  # of vLLM's ModelConfig, all off by default

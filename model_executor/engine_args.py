@@ -13,6 +13,7 @@ from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
 from kdtree_runner.config import (
+    METHOD,
     TreeConfig,
     UnsupportedError,
     check_device,
@@ -89,11 +90,20 @@ def _tree_speculative_config(
 
 
 def install() -> None:
-    """Wrap two methods of EngineArgs (vLLM 0.32.0 has no hook for a new speculative method)."""
+    """Wrap three methods of EngineArgs (vLLM 0.32.0 has no hook for a new speculative method)."""
     if getattr(EngineArgs.create_speculative_config, "kdtree", False):
         return
     create_speculative = EngineArgs.create_speculative_config
     create_engine = EngineArgs.create_engine_config
+    add_arguments = EngineArgs.add_cli_args
+
+    @functools.wraps(add_arguments)
+    def add_cli_args(parser: Any) -> Any:
+        parser = add_arguments(parser)
+        for action in parser._actions:
+            if "--spec-method" in action.option_strings and action.choices is not None:
+                action.choices = [*action.choices, METHOD]
+        return parser
 
     @functools.wraps(create_speculative)
     def create_speculative_config(
@@ -114,3 +124,4 @@ def install() -> None:
     create_speculative_config.kdtree = True  # type: ignore[attr-defined]
     EngineArgs.create_speculative_config = create_speculative_config  # type: ignore[method-assign]
     EngineArgs.create_engine_config = create_engine_config  # type: ignore[method-assign]
+    EngineArgs.add_cli_args = staticmethod(add_cli_args)  # type: ignore[method-assign]

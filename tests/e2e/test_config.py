@@ -1,0 +1,317 @@
+"""Bad configurations of real vLLM: refused by name while the config is made, before any weight."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import PAIR
+from processes import EXAMPLES, user_environment
+
+from kdtree_runner import config, cpu_platform, cpu_scope, platform
+
+BASE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
+
+
+@pytest.fixture(autouse=True)
+def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Making a config sets variables for the engine's processes; a test must not keep them."""
+    for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "unset")
+        monkeypatch.delenv(name)
+
+
+def make(spec: dict[str, Any] | None = None, target: Path | None = None, **arguments: Any) -> Any:
+    """The VllmConfig of `vllm serve`. spec: changes of the speculative config."""
+    from vllm.engine.arg_utils import EngineArgs
+
+    ours = {"method": "ddtree", "model": str(PAIR / "drafter"), "tree_budget": 16} | (spec or {})
+    model = str(target or PAIR / "target")
+    args = EngineArgs(**({"model": model, "speculative_config": ours} | BASE | arguments))
+    return args.create_engine_config()
+
+
+def check_refusal(call: Callable[[], object], key: str, got: str) -> None:
+    """The call fails soon, with our "KEY: wanted X, got Y"."""
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=re.escape(key)) as error:
+        call()
+    assert isinstance(error.value, config.UnsupportedError), error.value
+    parts = re.fullmatch(r"(.+?): wanted (.+), got (.+)", str(error.value), re.DOTALL)
+    assert parts is not None, str(error.value)
+    assert key in parts[1] and got in parts[3], parts.groups()
+    assert time.monotonic() - start < 60  # no weights are read
+
+
+def changed(part: str, tmp_path: Path, **changes: Any) -> Path:
+    """A copy of the target's or drafter's config with changes; it has no weights."""
+    folder = tmp_path / part
+    folder.mkdir()
+    for file in (PAIR / part).iterdir():
+        if file.suffix != ".safetensors":
+            shutil.copy(file, folder)
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | changes))
+    return folder
+
+
+def test_the_pair_is_accepted() -> None:
+    made = make()
+    assert made.use_v2_model_runner
+    assert made.speculative_config.tree == config.TreeConfig(7, 16)
+    assert made.parallel_config.worker_cls.endswith("TreeWorker")
+
+
+@pytest.mark.parametrize(
+    ("spec", "key", "got"),
+    [
+        ({"tree_buget": 16}, "tree_buget", "16"),
+        ({"draft_sample_method": "probabilistic"}, "draft_sample_method", "probabilistic"),
+        ({"rejection_sample_method": "synthetic"}, "rejection_sample_method", "synthetic"),
+        ({"max_model_len": 128}, "max_model_len", "128"),
+        ({"model": None}, "'model'", "None"),
+        ({"model": "/no/such/drafter"}, "'model'", "/no/such/drafter"),
+        ({"model": str(PAIR)}, "'model'", str(PAIR)),  # a folder without config.json
+        ({"model": str(PAIR / "target")}, "architectures of the drafter", "Deepseek"),
+        ({"tree_budget": 0}, "tree_budget", "0"),
+        ({"tree_budget": 256}, "tree_budget", "256"),
+        ({"tree_budget": "16"}, "tree_budget", "'16'"),
+        ({"num_speculative_tokens": 8}, "num_speculative_tokens", "8"),
+        ({"tree_spine": "yes"}, "tree_spine", "'yes'"),
+        ({"method": "DDTREE"}, "'method'", "DDTREE"),
+        ({"method": "dd_tree"}, "'method'", "dd_tree"),
+        ({"method": "dflash"}, "tree_budget", "dflash"),
+    ],
+)
+def test_speculative_config(spec: dict[str, Any], key: str, got: str) -> None:
+    check_refusal(lambda: make(spec), key, got)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "key", "got"),
+    [
+        ({"pipeline_parallel_size": 2}, "pipeline_parallel_size", "2"),
+        ({"data_parallel_size": 2}, "data_parallel_size", "2"),
+        (
+            {"tensor_parallel_size": 2, "decode_context_parallel_size": 2},
+            "decode_context_parallel_size",
+            "2",
+        ),
+        ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size", "2"),
+        ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling", "True"),
+        ({"enable_dbo": True}, "enable_dbo", "True"),
+        ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "worker_cls", "CPUWorker"),
+        ({"enable_lora": True}, "lora_config", "LoRAConfig"),
+        (
+            {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}},
+            "kv_transfer_config",
+            "KVTransferConfig",
+        ),
+        ({"kv_offloading_size": 1.0}, "kv_transfer_config", "KVTransferConfig"),
+        ({"attention_backend": "CPU_MLA"}, "attention_backend", "CPU_MLA"),
+        ({"attention_backend": "TRITON_MLA"}, "attention_backend", "TRITON_MLA"),
+        ({"dtype": "float16"}, "dtype", "float16"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8"),
+        ({"enable_prompt_embeds": True}, "enable_prompt_embeds", "True"),
+        ({"enable_return_routed_experts": True}, "enable_return_routed_experts", "True"),
+        ({"runner": "pooling"}, "runner", "pooling"),
+    ],
+)
+def test_engine_arguments(arguments: dict[str, Any], key: str, got: str) -> None:
+    check_refusal(lambda: make(**arguments), key, got)
+
+
+@pytest.mark.parametrize(
+    ("changes", "key", "got"),
+    [
+        ({"hidden_size": 128}, "hidden_size of the drafter", "128"),
+        ({"vocab_size": 4096}, "vocab_size of the drafter", "4096"),
+        ({"num_target_layers": 61}, "num_target_layers", "61"),
+        (
+            {"dflash_config": {"mask_token_id": 3, "target_layer_ids": [0, 4]}},
+            "target_layer_ids",
+            "[0, 4]",
+        ),
+        ({"dflash_config": {"target_layer_ids": [0, 2, 3]}}, "mask_token_id", "None"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "architectures", "Qwen3ForCausalLM"),
+        ({"max_position_embeddings": 256}, "max_position_embeddings", "256"),
+        ({"block_size": None}, "block_size", "None"),
+    ],
+)
+def test_drafter(changes: dict[str, Any], key: str, got: str, tmp_path: Path) -> None:
+    folder = changed("drafter", tmp_path, **changes)
+    check_refusal(lambda: make({"model": str(folder)}), key, got)
+
+
+def test_target_of_another_geometry(tmp_path: Path) -> None:
+    folder = changed("target", tmp_path, kv_lora_rank=256)
+    check_refusal(lambda: make(target=folder), "kv_lora_rank", "256")
+
+
+def test_target_without_latent_attention(tmp_path: Path) -> None:
+    names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "rope_scaling": None}
+    folder = changed("target", tmp_path, **names, kv_lora_rank=None)
+    check_refusal(lambda: make(target=folder), "kv_lora_rank", "None")
+
+
+def test_v1_runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_V2_MODEL_RUNNER", "0")
+    check_refusal(make, "VLLM_USE_V2_MODEL_RUNNER", "V1")
+
+
+def test_other_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    make()  # registers
+    monkeypatch.setattr(config, "SUPPORTED_VLLM", ("0.99.0",))
+    check_refusal(make, "vllm", "0.32.0")
+    assert platform.platform_plugin() is None
+
+
+def test_a_tight_batch_is_served() -> None:
+    """More tree tokens than a batch holds: the scheduler cuts trees, see test_scheduling.py."""
+    made = make({"tree_budget": 255}, max_num_batched_tokens=512, max_num_seqs=64)
+    scheduler = made.scheduler_config
+    assert scheduler.max_num_batched_tokens == 512 < scheduler.max_num_seqs * 256
+
+
+@pytest.mark.skipif(not platform.is_cpu_build(), reason="of the CPU platform")
+class TestCpuPlatform:
+    def test_scheduling_stays_as_asked(self) -> None:
+        made = make()
+        scheduler, cache = made.scheduler_config, made.cache_config
+        assert scheduler.async_scheduling and scheduler.enable_chunked_prefill
+        assert cache.enable_prefix_caching and cache.block_size == 16
+        made = make(async_scheduling=False, enable_prefix_caching=False)
+        assert not made.scheduler_config.async_scheduling
+        assert not made.cache_config.enable_prefix_caching
+
+    def test_amx_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import torch
+
+        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
+        assert make().cache_config.block_size == 16
+
+    @pytest.mark.parametrize("named", [None, "KDTREE_MLA"])
+    def test_no_name_of_ours_is_in_a_config_that_a_spawned_process_reads(
+        self, named: str | None
+    ) -> None:
+        assert make(attention_backend=named).attention_config.backend is None
+
+    def test_compiler_is_off(self) -> None:
+        from vllm.config import CompilationMode
+
+        assert make(enforce_eager=False).compilation_config.mode == CompilationMode.NONE
+
+    def test_ray_gets_our_executor(self) -> None:
+        pytest.importorskip("ray")
+        made = make(tensor_parallel_size=2, distributed_executor_backend="ray")
+        assert made.parallel_config.distributed_executor_backend.__name__ == "CpuRayExecutor"
+        assert made.parallel_config.use_ray
+
+    def test_other_engines_stay_stock(self, tmp_path: Path) -> None:
+        """No speculation and no latent attention: V1, compiled, pages of 128 tokens."""
+        from vllm.config import CompilationMode
+        from vllm.engine.arg_utils import EngineArgs
+
+        names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
+        folder = changed("target", tmp_path, **names, kv_lora_rank=None, rope_scaling=None)
+        made = EngineArgs(model=str(folder), **BASE).create_engine_config()
+        assert not cpu_scope.serves(made) and not made.use_v2_model_runner
+        assert made.cache_config.block_size == 128
+        assert made.compilation_config.mode != CompilationMode.NONE
+        assert not made.scheduler_config.async_scheduling
+
+    def test_baseline_is_ours(self) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        made = EngineArgs(model=str(PAIR / "target"), **BASE).create_engine_config()
+        assert cpu_scope.serves(made) and made.use_v2_model_runner
+
+    def test_half_precision_stays_stock(self) -> None:
+        from vllm.engine.arg_utils import EngineArgs
+
+        other = BASE | {"dtype": "float16"}
+        made = EngineArgs(model=str(PAIR / "target"), **other).create_engine_config()
+        assert not cpu_scope.serves(made) and not made.use_v2_model_runner
+
+    @pytest.mark.parametrize(
+        ("cpus", "ranks", "binding"),
+        [
+            ([(0, 0, 0), (0, 1, 1)], 2, "0|1"),
+            ([(0, 0, 0)], 2, "nobind"),
+            ([(0, c, c) for c in range(6)], 2, "0,1|3,4"),  # one of three cores for the scheduler
+            ([(0, c // 2, c) for c in range(8)], 2, "1|5"),  # one of a core's two threads
+            ([(n, c, 2 * c + n) for n in (0, 1) for c in (0, 1)], 4, "0|2|1|3"),
+        ],
+    )
+    def test_cores_of_the_ranks(
+        self, cpus: list[tuple[int, int, int]], ranks: int, binding: str
+    ) -> None:
+        assert cpu_scope.thread_binding(cpus, ranks) == binding
+
+    def test_a_binding_of_the_user_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        import os
+
+        monkeypatch.setattr(cpu_scope, "_bound_by_us", None)
+        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+        cpu_scope.bind_threads(2)
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+        monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
+        cpu_scope.bind_threads(2)
+        first = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
+        cpu_scope.bind_threads(4)  # ours does not bind the next engine
+        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] != first or first == "auto"
+
+    def test_platform(self) -> None:
+        from vllm.platforms import current_platform
+
+        assert isinstance(current_platform, cpu_platform.TreeCpuPlatform)
+
+
+@pytest.mark.slow
+def test_command_line() -> None:
+    """`vllm serve` ends by itself, with an error that names the key, and without a hang."""
+    bad = {"method": "ddtree", "model": str(PAIR / "drafter"), "tree_budget": 256}
+    done = subprocess.run(
+        [str(EXAMPLES / "serve.sh"), "--speculative-config", json.dumps(bad)],
+        env=user_environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode != 0
+    assert "tree_budget: wanted an integer in [1, 255], got 256" in done.stderr
+    assert "Loading weights" not in done.stdout + done.stderr
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--speculative-config", json.dumps({"method": "ddtree", "model": "D", "tree_budget": 8})],
+        [
+            "--speculative-config.method=ddtree",
+            "--speculative-config.model=D",
+            "--speculative-config.tree-budget=8",
+        ],
+        ["--spec-method", "ddtree", "--spec-model", "D", "--spec-tokens", "7"],
+    ],
+)
+def test_flags(flags: list[str]) -> None:
+    """The ways in which `vllm serve` takes a speculative config."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    given = [f.replace("=D", f"={PAIR / 'drafter'}") for f in flags]
+    given = [f.replace('"D"', json.dumps(str(PAIR / "drafter"))) for f in given]
+    given = [str(PAIR / "drafter") if f == "D" else f for f in given]
+    known = ["--model", str(PAIR / "target"), "--dtype", "float32", "--max-model-len", "512"]
+    made = EngineArgs.from_cli_args(parser.parse_args(known + given)).create_engine_config()
+    tree = made.speculative_config.tree
+    assert (tree.horizon, tree.num_nodes) == (7, 16 if "--spec-method" in flags else 8)
