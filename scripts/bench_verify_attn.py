@@ -1,10 +1,11 @@
-"""Times verify_attn in CUDA graphs, in microseconds, beside other kernels' times on the same shapes.
+"""Times verify_attn in CUDA graphs, in microseconds, beside other kernels on the same shapes.
 
 python3 scripts/bench_verify_attn.py [--dtype bf16|fp8] [--all] [--json FILE]
 
-A time is the median of 7 replays of a graph of 5 calls. T: query tokens a request (a drawn tree of depth 8), H: heads on the
-rank. Peers are vLLM 0.32.0's kernels on one H200, bf16 cache, page 64, causal (none of them takes a tree), measured
-the same way; they are read from the table below, not measured by this script.
+A time is the median of 7 replays of a graph of 5 calls. T: query tokens a request (a drawn tree of
+depth 8), H: heads on the rank. Peers are vLLM 0.32.0's kernels on one H200, bf16 cache, page 64,
+causal (none of them takes a tree), measured the same way; they are read from the table below, not
+measured by this script.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ DRAM, TENSOR = (
 
 
 def draw_trees(batch: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Trees drawn at random: depths [B, T] and ancestors [B, T, A], int32."""
     rng = random.Random(1)
     depths = torch.zeros(batch, num_nodes, dtype=torch.int32)
     ancestors = torch.full((batch, num_nodes, MAX_DEPTH + 1), -1, dtype=torch.int32)
@@ -85,20 +87,13 @@ def draw_trees(batch: int, num_nodes: int) -> tuple[torch.Tensor, torch.Tensor]:
     return depths, ancestors
 
 
-def make_call(
-    batch: int, num_nodes: int, num_heads: int, prefix: int, dtype: torch.dtype
-):  # type: ignore[no-untyped-def]
+def make_call(batch: int, num_nodes: int, num_heads: int, prefix: int, dtype: torch.dtype):  # type: ignore[no-untyped-def]
+    """One verify_attn call on random data of these sizes."""
     device, length = "cuda", prefix + num_nodes
     num_pages = -(-length // 64)
-    cache = torch.randn(
-        batch * num_pages, 64, 576, device=device, dtype=torch.bfloat16
-    ).to(dtype)
-    table = torch.randperm(batch * num_pages, device=device, dtype=torch.int32).view(
-        batch, -1
-    )
-    q = torch.randn(
-        batch * num_nodes, num_heads, 576, device=device, dtype=torch.bfloat16
-    )
+    cache = torch.randn(batch * num_pages, 64, 576, device=device, dtype=torch.bfloat16).to(dtype)
+    table = torch.randperm(batch * num_pages, device=device, dtype=torch.int32).view(batch, -1)
+    q = torch.randn(batch * num_nodes, num_heads, 576, device=device, dtype=torch.bfloat16)
     depths, ancestors = (x.to(device) for x in draw_trees(batch, num_nodes))
     size = ops.verify_attn_workspace(q, cache, table, num_nodes)
     args = (
@@ -113,9 +108,7 @@ def make_call(
         ancestors,
         576**-0.5,
         1.0,
-        torch.empty(
-            batch * num_nodes, num_heads, 512, device=device, dtype=torch.bfloat16
-        ),
+        torch.empty(batch * num_nodes, num_heads, 512, device=device, dtype=torch.bfloat16),
         None,
         torch.empty(size, dtype=torch.uint8, device=device),
     )
@@ -123,6 +116,7 @@ def make_call(
 
 
 def microseconds(call, calls: int = 5, replays: int = 7) -> float:  # type: ignore[no-untyped-def]
+    """Median time of a call in a CUDA graph."""
     call()
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -141,27 +135,23 @@ def microseconds(call, calls: int = 5, replays: int = 7) -> float:  # type: igno
     return sorted(times)[replays // 2]
 
 
-def floor(
-    batch: int, num_nodes: int, num_heads: int, prefix: int, kv_bytes: int
-) -> float:
+def floor(batch: int, num_nodes: int, num_heads: int, prefix: int, kv_bytes: int) -> float:
+    """The least time, in microseconds: bytes at 4.3 TB/s or FLOPs at 790 TFLOP/s."""
     tokens, rows = prefix + num_nodes, batch * num_nodes * num_heads
     moved = batch * tokens * 576 * kv_bytes + rows * (576 + 512) * 2
     return max(moved / DRAM, 2 * rows * tokens * (576 + 512) / TENSOR)
 
 
 def main() -> None:
+    """Time the shapes and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--dtype", choices=("bf16", "fp8"), default="bf16")
-    parser.add_argument(
-        "--all", action="store_true", help="all shapes that have peers' times"
-    )
+    parser.add_argument("--all", action="store_true", help="all shapes that have peers' times")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     dtype = torch.bfloat16 if options.dtype == "bf16" else torch.float8_e4m3fn
     print(f"{torch.cuda.get_device_name()}, {options.dtype} cache, page 64, us")
-    print(
-        "B T H prefix | verify_attn | FlashMLA FA3 TRITON_MLA | best/ours triton/ours | floor"
-    )
+    print("B T H prefix | verify_attn | FlashMLA FA3 TRITON_MLA | best/ours triton/ours | floor")
     rows = []
     for shape in PEERS if options.all else FEW:
         time = microseconds(make_call(*shape, dtype))

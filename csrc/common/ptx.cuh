@@ -16,7 +16,8 @@ __device__ __forceinline__ int thread_index() {
   return index;
 }
 
-// ---- tensor cores --------------------------------------------------------------------------------
+// ---- tensor cores
+// --------------------------------------------------------------------------------
 
 __device__ __forceinline__ void load_matrix(uint32_t (&r)[4], uint32_t address) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
@@ -42,7 +43,8 @@ __device__ __forceinline__ void mma(float (&d)[4], const uint32_t (&a)[4], uint3
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// ---- arithmetic ----------------------------------------------------------------------------------
+// ---- arithmetic
+// ----------------------------------------------------------------------------------
 
 __device__ __forceinline__ float exp2(float x) {
   float y;
@@ -62,7 +64,8 @@ __device__ __forceinline__ uint32_t multiply_bf16(uint32_t a, uint32_t b) {
   return r;
 }
 
-// ---- barriers ------------------------------------------------------------------------------------
+// ---- barriers
+// ------------------------------------------------------------------------------------
 
 __device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
@@ -77,8 +80,9 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier, int count = 1) 
                : "memory");
 }
 
-// One arrival of a whole warp, worth 32. Lane 0 makes it, after the others' memory accesses; racecheck follows only a
-// thread's own arrivals, so it is run on a build with KDTREE_EVERY_LANE_ARRIVES.
+// One arrival of a whole warp, worth 32. Lane 0 makes it, after the others' memory accesses;
+// racecheck follows only a thread's own arrivals, so it is run on a build with
+// KDTREE_EVERY_LANE_ARRIVES.
 constexpr int kWarpArrival = 32;
 
 __device__ __forceinline__ void barrier_arrive_warp(uint32_t barrier, int count = 1) {
@@ -109,9 +113,11 @@ __device__ __forceinline__ void sync_threads(int barrier, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(barrier), "r"(threads) : "memory");
 }
 
-// ---- copies and grids ----------------------------------------------------------------------------
+// ---- copies and grids
+// ----------------------------------------------------------------------------
 
-// The .shared::cta form: .shared::cluster becomes a call on sm_120, and ptxas then ignores setmaxnreg.
+// The .shared::cta form: .shared::cluster becomes a call on sm_120, and ptxas then ignores
+// setmaxnreg.
 __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int bytes,
                                           uint32_t barrier) {
   asm volatile(
@@ -121,7 +127,8 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, const void* from, int byt
       : "memory");
 }
 
-// Registers of the calling warp group. Nothing on targets without it (compute_120, not compute_120f).
+// Registers of the calling warp group. Nothing on targets without it (compute_120, not
+// compute_120f).
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL) || defined(__CUDA_ARCH_SPECIFIC__) || \
     defined(__CUDA_ARCH_FAMILY_SPECIFIC__)
 #define KDTREE_HAS_SETMAXNREG 1

@@ -1,5 +1,5 @@
-// kdtree_verify_attn on the GPU: mma.sync, one source for sm_90a, sm_100f and sm_120f. How work is cut: cuda/unit.cuh; who
-// does what in a CTA: cuda/layout.cuh.
+// kdtree_verify_attn on the GPU: mma.sync, one source for sm_90a, sm_100f and sm_120f. How work is
+// cut: cuda/unit.cuh; who does what in a CTA: cuda/layout.cuh.
 #include <cuda_runtime.h>
 
 #include <algorithm>
@@ -13,10 +13,12 @@
 namespace kdtree::cuda {
 namespace {
 
-// ---- host ----------------------------------------------------------------------------------------
+// ---- host
+// ----------------------------------------------------------------------------------------
 
 constexpr char kOp[] = "kdtree_verify_attn";
-constexpr size_t kMaxWorkspace = size_t{512} << 20;  // more work than fits is done in several launches
+constexpr size_t kMaxWorkspace = size_t{512}
+                                 << 20;  // more work than fits is done in several launches
 constexpr int kDeepSharedMemory = Layout<4>::kBytes;
 #ifdef KDTREE_VERIFY_TWO_STAGES  // what sm_120 runs, to be tested where there is more shared memory
 constexpr bool kAllowDeep = false;
@@ -31,14 +33,14 @@ kdtree_status cuda_failed(cudaError_t error, const char* call) {
 // How a call of these sizes uses its workspace.
 struct Chunks {
   int num_slots;
-  int64_t tokens;       // of a launch
-  size_t rows;          // of a launch
+  int64_t tokens;  // of a launch
+  size_t rows;     // of a launch
   size_t bytes;
 
   explicit Chunks(const kdtree_verify_attn_params& p) {
     const int64_t max_length = std::max<int64_t>(p.block_table_stride * p.page_size, 1);
-    num_slots = static_cast<int>(
-        std::min<int64_t>(kMaxSplits, (max_length + kMinSplit - 1) / kMinSplit));
+    num_slots =
+        static_cast<int>(std::min<int64_t>(kMaxSplits, (max_length + kMinSplit - 1) / kMinSplit));
     const size_t row_bytes = num_slots * (sizeof(float2) + kValueDim * sizeof(__nv_bfloat16));
     const size_t token_bytes = row_bytes * p.num_heads;
     int64_t fit = std::max<int64_t>(kMaxWorkspace / token_bytes, 1);
@@ -57,8 +59,7 @@ struct Device {
 template <int kStages, class Cache>
 cudaError_t allow_shared_memory() {
   return cudaFuncSetAttribute(attend_kernel<kStages, Cache>,
-                              cudaFuncAttributeMaxDynamicSharedMemorySize,
-                              Layout<kStages>::kBytes);
+                              cudaFuncAttributeMaxDynamicSharedMemorySize, Layout<kStages>::kBytes);
 }
 
 // Asked once a device: launches may be in a graph capture, where less is allowed.
@@ -90,7 +91,9 @@ cudaError_t find_device(Device& device) {
   return cudaSuccess;
 }
 
-bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+bool aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 kdtree_status check(const kdtree_verify_attn_params& p, const Chunks& chunks) {
   const int kv_step = p.kv_dtype == KDTREE_FLOAT8_E4M3 ? 16 : 8;  // elements in 16 bytes
@@ -101,9 +104,9 @@ kdtree_status check(const kdtree_verify_attn_params& p, const Chunks& chunks) {
                   "less than 2^24 tokens on CUDA", p.block_table_stride);
   check.supported(aligned(p.q) && p.q_token_stride % 8 == 0 && p.q_head_stride % 8 == 0, "q",
                   "aligned to 16 bytes, strides too, on CUDA", p.q_token_stride);
-  check.supported(aligned(p.kv_cache) && p.kv_page_stride % kv_step == 0 &&
-                      p.kv_token_stride % kv_step == 0,
-                  "kv_cache", "aligned to 16 bytes, strides too, on CUDA", p.kv_token_stride);
+  check.supported(
+      aligned(p.kv_cache) && p.kv_page_stride % kv_step == 0 && p.kv_token_stride % kv_step == 0,
+      "kv_cache", "aligned to 16 bytes, strides too, on CUDA", p.kv_token_stride);
   check.supported(reinterpret_cast<uintptr_t>(p.out) % 4 == 0 && p.out_token_stride % 2 == 0 &&
                       p.out_head_stride % 2 == 0,
                   "out", "aligned to 4 bytes, strides too, on CUDA", p.out_token_stride);
@@ -161,7 +164,8 @@ Args make_args(const kdtree_verify_attn_params& p, const Chunks& chunks) {
   return a;
 }
 
-// Both kernels may start while the one before them drains; they wait for it before they read what it wrote.
+// Both kernels may start while the one before them drains; they wait for it before they read what
+// it wrote.
 template <class Kernel>
 cudaError_t launch(Kernel kernel, int64_t ctas, int threads, int shared_bytes, void* stream,
                    const Args& args) {
@@ -180,10 +184,10 @@ cudaError_t launch(Kernel kernel, int64_t ctas, int threads, int shared_bytes, v
 
 template <class Cache>
 cudaError_t launch_attend(const Device& device, void* stream, const Args& args) {
-  return device.deep ? launch(attend_kernel<4, Cache>, device.num_sms, kThreads,
-                              Layout<4>::kBytes, stream, args)
-                     : launch(attend_kernel<2, Cache>, device.num_sms, kThreads,
-                              Layout<2>::kBytes, stream, args);
+  return device.deep ? launch(attend_kernel<4, Cache>, device.num_sms, kThreads, Layout<4>::kBytes,
+                              stream, args)
+                     : launch(attend_kernel<2, Cache>, device.num_sms, kThreads, Layout<2>::kBytes,
+                              stream, args);
 }
 
 }  // namespace

@@ -53,7 +53,7 @@ def draw_tree(num_nodes: int, rng: random.Random) -> Tree:
 
 @dataclass(frozen=True)
 class Problem:
-    """Requests over logical caches: rows[b] [base + nodes, 576]; where the rows lie is `pack`'s affair."""
+    """Requests over logical caches, rows[b]: [base + nodes, 576]; `pack` says where they lie."""
 
     q: list[Tensor]  # [nodes, H, 576] of each request
     rows: list[Tensor]
@@ -86,10 +86,7 @@ def draw(
     kv_scale = 1.0 if dtype == torch.bfloat16 else 0.37
     return Problem(
         [normal(t.num_nodes, num_heads, 576).bfloat16() for t in trees],
-        [
-            normal(base + t.num_nodes, 576).to(dtype)
-            for base, t in zip(bases, trees, strict=True)
-        ],
+        [normal(base + t.num_nodes, 576).to(dtype) for base, t in zip(bases, trees, strict=True)],
         bases,
         trees,
         kv_scale,
@@ -115,7 +112,7 @@ def run(
     odd_strides: bool = False,
     max_pages: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """out [tokens, H, 512] and lse of one call. Everything that must not be read is NaN or out of range."""
+    """out [tokens, H, 512] and lse of one call; what must not be read is NaN or out of range."""
     generator = torch.Generator().manual_seed(seed)
     num_heads, dtype = problem.q[0].shape[1], problem.rows[0].dtype
     batch = len(problem.q) + padded
@@ -124,9 +121,7 @@ def run(
     width = max(max_pages, max(-(-n // page_size) for n in lengths))
     num_pages = sum(-(-n // page_size) for n in lengths) + 3
     order = torch.randperm(num_pages, generator=generator).tolist()
-    cache = poisoned(num_pages, page_size, 640 if odd_strides else 576, dtype=dtype)[
-        ..., :576
-    ]
+    cache = poisoned(num_pages, page_size, 640 if odd_strides else 576, dtype=dtype)[..., :576]
     table = torch.full((batch, width), -(10**9), dtype=torch.int32)
     for b, rows in enumerate(problem.rows):
         for page in range(-(-len(rows) // page_size)):
@@ -152,11 +147,7 @@ def run(
         dtype=torch.bfloat16,
         device=DEVICE,
     )
-    q = (
-        q[:, 1 : num_heads + 1, :576]
-        if odd_strides
-        else q[:, :num_heads, :576].contiguous()
-    )
+    q = q[:, 1 : num_heads + 1, :576] if odd_strides else q[:, :num_heads, :576].contiguous()
     q[: sum(counts)] = torch.cat(problem.q)
     out = torch.full(
         (num_tokens, num_heads, 520 if odd_strides else 512),
@@ -185,9 +176,7 @@ def run(
         lse,
         workspace,
     )
-    assert out[sum(counts) :].isnan().all() and lse[sum(counts) :].isnan().all(), (
-        "past the end"
-    )
+    assert out[sum(counts) :].isnan().all() and lse[sum(counts) :].isnan().all(), "past the end"
     return out[: sum(counts)].contiguous(), lse[: sum(counts)].contiguous()
 
 
@@ -229,13 +218,11 @@ def assert_same(a: tuple[Tensor, Tensor], b: tuple[Tensor, Tensor], what: str) -
         assert not different, f"{what}: rows {different[:9]} of {len(x)} differ"
 
 
-def rows_of(
-    result: tuple[Tensor, Tensor], rows: slice | list[int]
-) -> tuple[Tensor, Tensor]:
+def rows_of(result: tuple[Tensor, Tensor], rows: slice | list[int]) -> tuple[Tensor, Tensor]:
     return result[0][rows], result[1][rows]
 
 
-# ---- against float64 -------------------------------------------------------------------------------
+# ---- against float64
 
 SHAPES = [
     # bases, nodes, heads
@@ -258,9 +245,7 @@ SHAPES = [
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("bases", "num_nodes", "num_heads"), SHAPES, ids=str)
-def test_error(
-    bases: list[int], num_nodes: int, num_heads: int, dtype: torch.dtype
-) -> None:
+def test_error(bases: list[int], num_nodes: int, num_heads: int, dtype: torch.dtype) -> None:
     rng = random.Random(1)
     trees = [draw_tree(num_nodes, rng) for _ in bases]
     trees[-1] = trees[-1] if len(trees) == 1 else Tree(num_nodes)
@@ -301,7 +286,7 @@ def test_workspace_in_parts() -> None:
     assert_same(result, run(problem), "in one launch")
 
 
-# ---- bit for bit -----------------------------------------------------------------------------------
+# ---- bit for bit
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -315,9 +300,7 @@ def test_company_and_pages(num_nodes: int, num_heads: int, dtype: torch.dtype) -
     together = run(problem)
     assert_same(together, run(problem), "two runs")
     for page_size in (16, 32, 48):
-        assert_same(
-            together, run(problem, page_size, seed=page_size), f"page size {page_size}"
-        )
+        assert_same(together, run(problem, page_size, seed=page_size), f"page size {page_size}")
     assert_same(together, run(problem, odd_strides=True), "odd strides")
     assert_same(together, run(problem, max_pages=4096), "longer block table")
     for b in range(len(bases)):
@@ -430,9 +413,7 @@ def test_verify_is_decode(
         )
         assert_same(verified, run(batched, 32), f"base {base}: decodes in a batch")
         last = num_nodes - 1
-        assert_same(
-            rows_of(verified, [last]), run(decodes[last], 16), f"base {base}: alone"
-        )
+        assert_same(rows_of(verified, [last]), run(decodes[last], 16), f"base {base}: alone")
         path = problem.trees[0].path(last)
         rows = problem.rows[0]
         chain = replace(
@@ -441,9 +422,7 @@ def test_verify_is_decode(
             rows=[bits(rows)[[*range(base), *(base + n for n in path)]].view(dtype)],
             trees=[Tree(len(path))],
         )
-        assert_same(
-            rows_of(verified, path), run(chain), f"base {base}: the path as a chain"
-        )
+        assert_same(rows_of(verified, path), run(chain), f"base {base}: the path as a chain")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -452,9 +431,7 @@ def test_long_chain_is_its_decodes(dtype: torch.dtype) -> None:
     problem = draw([100], [Tree(400)], 4, dtype)
     whole = run(problem)
     for node in (0, 1, 27, 28, 29, 155, 156, 157, 399):
-        assert_same(
-            rows_of(whole, [node]), run(decode_of(problem, node)), f"token {node}"
-        )
+        assert_same(rows_of(whole, [node]), run(decode_of(problem, node)), f"token {node}")
 
 
 def test_fp8_is_bf16_of_the_same_values() -> None:
@@ -529,12 +506,8 @@ def test_refusals() -> None:
             *(1.0, 1.0, out, None, workspace),
         )
 
-    with pytest.raises(
-        (RuntimeError, ValueError, NotImplementedError), match="q_dtype"
-    ):
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="q_dtype"):
         call(q, cache, out, None)
-    with pytest.raises(
-        (RuntimeError, ValueError, NotImplementedError), match="workspace"
-    ):
+    with pytest.raises((RuntimeError, ValueError, NotImplementedError), match="workspace"):
         call(q.bfloat16(), cache.bfloat16(), out.bfloat16(), None)
     assert "cuda" in native.load().kdtree_build_info().decode()

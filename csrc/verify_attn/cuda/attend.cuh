@@ -17,7 +17,8 @@ constexpr int kTargetStages = 2;
 constexpr int kTargetStages = 4;
 #endif
 
-// Persistent: one CTA an SM. Score warps overlap a unit's first tiles with the value warps' last ones of the unit before.
+// Persistent: one CTA an SM. Score warps overlap a unit's first tiles with the value warps' last
+// ones of the unit before.
 template <int kStages, class Cache>
 __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ Args a) {
   if constexpr (kStages == kTargetStages) {

@@ -1,4 +1,5 @@
-// The last step of a row: out = sum of w_s O_s / sum of w_s over its splits s, w_s = 2^(m_s - m) * sum_s, in a fixed order.
+// The last step of a row: out = sum of w_s O_s / sum of w_s over its splits s, w_s = 2^(m_s - m) *
+// sum_s, in a fixed order.
 #pragma once
 
 #include "common/ptx.cuh"
@@ -6,7 +7,8 @@
 
 namespace kdtree::cuda {
 
-constexpr int kCombineWarps = 8;      // warp w adds splits w, w + 8, ...; then ((0+1)+(2+3))+((4+5)+(6+7))
+constexpr int kCombineWarps =
+    8;  // warp w adds splits w, w + 8, ...; then ((0+1)+(2+3))+((4+5)+(6+7))
 constexpr int kCombineColumns = 256;  // of a CTA: 8 a lane
 constexpr int kLoadsInFlight = 6;     // of 16 bytes a thread
 
@@ -28,7 +30,8 @@ __device__ __forceinline__ int find_request(const Args& a, int token, int lane) 
 }
 
 // Grid: (512 / kCombineColumns, rows of this launch).
-__global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(32 * kCombineWarps)
+    combine_kernel(const __grid_constant__ Args a) {
   __shared__ float sums[kCombineWarps][kCombineColumns];
   __shared__ float weights[kCombineWarps];
   const int warp = threadIdx.x >> 5, lane = threadIdx.x & 31;
@@ -57,7 +60,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
     for (int j = 0; j < kLoadsInFlight; j++) {
       const int split = first + j * kCombineWarps + warp;
       if (split >= num_splits) continue;
-      part[j] = __ldcg(reinterpret_cast<const uint4*>(partial_out + static_cast<int64_t>(split) * kValueDim));
+      part[j] = __ldcg(
+          reinterpret_cast<const uint4*>(partial_out + static_cast<int64_t>(split) * kValueDim));
       sum[j] = __ldcg(partial_sum + split);
     }
     if (first == 0) {
@@ -85,7 +89,8 @@ __global__ void __launch_bounds__(32 * kCombineWarps) combine_kernel(const __gri
   __syncthreads();
 
   if (threadIdx.x >= kCombineColumns / 2) return;
-  const int pair = threadIdx.x * 2, index = partial_index(pair), head = row - token_idx * a.num_heads;
+  const int pair = threadIdx.x * 2, index = partial_index(pair),
+            head = row - token_idx * a.num_heads;
   const float total = sum_of_eight(weights, 1), factor = a.out_scale / total;
   const uint32_t both = ptx::pack_bf16(sum_of_eight(&sums[0][index], kCombineColumns) * factor,
                                        sum_of_eight(&sums[0][index + 1], kCombineColumns) * factor);

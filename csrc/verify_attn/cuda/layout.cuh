@@ -1,10 +1,11 @@
 // Shared memory and barriers of a CTA, and who waits for whom.
 //
-// 12 warps. Warps 0-3 score: S = Q K^T of a 32-position tile, softmax, weights (bf16) and rescale factors to shared
-// memory. Warps 4-11 each own 64 of the 512 value columns: O = O * factor + P V; they also bring the cache rows. Tiles
-// go around a ring of kStages stages, across units; stage of tile g: g mod kStages.
-//   full[stage]     the cache rows are there                    value warps -> score warps, value warps
-//   weights[stage]  P, factors (and 1 / sum at a unit's end)     score warps -> value warps
+// 12 warps. Warps 0-3 score: S = Q K^T of a 32-position tile, softmax, weights (bf16) and rescale
+// factors to shared memory. Warps 4-11 each own 64 of the 512 value columns: O = O * factor + P V;
+// they also bring the cache rows. Tiles go around a ring of kStages stages, across units; stage of
+// tile g: g mod kStages.
+//   full[stage]     the cache rows are there                    value warps -> score warps, value
+//   warps weights[stage]  P, factors (and 1 / sum at a unit's end)     score warps -> value warps
 //   empty[stage]    all value warps are done with all of these   value warps -> value warps
 //   unit[i]         entry i of the unit ring is written          value warp 0 -> score warps
 #pragma once
@@ -16,16 +17,19 @@ namespace kdtree::cuda {
 
 constexpr int kScoreWarps = 4, kValueWarps = 8;
 constexpr int kThreads = 32 * (kScoreWarps + kValueWarps);
-constexpr int kMaxRows = 64;                  // rows of a unit
-constexpr int kRowBytes = kKeyDim * 2 + 16;   // padded: ldmatrix without bank conflicts
+constexpr int kMaxRows = 64;                 // rows of a unit
+constexpr int kRowBytes = kKeyDim * 2 + 16;  // padded: ldmatrix without bank conflicts
 constexpr int kTileBytes = kTile * kRowBytes;
-constexpr int kQuerySteps = 8;  // of the 36 16-element steps of Q, kept in shared memory; the rest is in registers
+constexpr int kQuerySteps =
+    8;  // of the 36 16-element steps of Q, kept in shared memory; the rest is in registers
 constexpr int kWarpQueryBytes = 16 * kQuerySteps * 32;
-constexpr int kKeptSteps = 5;  // of the 18 steps of a chain, likewise, where two warps share two row tiles
+constexpr int kKeptSteps =
+    5;  // of the 18 steps of a chain, likewise, where two warps share two row tiles
 constexpr int kWarpKeptBytes = 2 * kKeptSteps * 32 * 16;
 constexpr int kWeightBytes = kMaxRows * kTile * 2;
 
-// How far a value warp is. In shared memory, and read again where it is needed: its registers are full of sums.
+// How far a value warp is. In shared memory, and read again where it is needed: its registers are
+// full of sums.
 struct Feed {
   uint32_t unit;   // being summed
   uint32_t first;  // tiles before that unit
@@ -39,11 +43,13 @@ constexpr int kExchangeBarrier = 1, kValueBarrier = 13, kScoreBarrier = 14;
 
 extern __shared__ __align__(128) char shared[];
 
-// kStages: 2 where a CTA has 99 KB of shared memory (sm_120), 4 where it has 227 KB. No result depends on it.
+// kStages: 2 where a CTA has 99 KB of shared memory (sm_120), 4 where it has 227 KB. No result
+// depends on it.
 template <int kStages>
 struct Layout {
   static constexpr int kKv = 0;
-  // Score warps: 16 rows of Q each, or the exchange of partial scores when a tile has fewer than 64 rows.
+  // Score warps: 16 rows of Q each, or the exchange of partial scores when a tile has fewer than 64
+  // rows.
   static constexpr int kQuery = kKv + kStages * kTileBytes;
   static constexpr int kKept = kQuery + kScoreWarps * kWarpQueryBytes;
   static constexpr int kWeights = kKept + (kStages > 2 ? kScoreWarps * kWarpKeptBytes : 0);
@@ -70,8 +76,8 @@ struct Layout {
 
   // This value warp's.
   __device__ static volatile Feed& feed() {
-    return reinterpret_cast<volatile Feed*>(shared + kFeeds)[(ptx::thread_index() >> 5) -
-                                                             kScoreWarps];
+    return reinterpret_cast<volatile Feed*>(shared +
+                                            kFeeds)[(ptx::thread_index() >> 5) - kScoreWarps];
   }
   // Parity of the n-th completion of a barrier of tile g's stage.
   __device__ static uint32_t parity(uint32_t g) { return (g / kStages) & 1; }

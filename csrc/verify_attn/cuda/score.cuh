@@ -15,11 +15,12 @@ struct RowPlace {
   }
 };
 
-// Online softmax of a tile of 16 rows. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l mod 4), + 1 of each 8.
+// Online softmax of a tile of 16 rows. Lane l holds rows l / 4 and l / 4 + 8, columns 2 (l mod 4),
+// + 1 of each 8.
 class Softmax {
  public:
-  // Scores of one tile to weights and factors in shared memory. p: [16][32] bf16 with 16-byte chunk j of row r at chunk
-  // j ^ ((r / 2) mod 4). factors: [16].
+  // Scores of one tile to weights and factors in shared memory. p: [16][32] bf16 with 16-byte chunk
+  // j of row r at chunk j ^ ((r / 2) mod 4). factors: [16].
   __device__ __forceinline__ void weigh(float (&s)[4][4], float scale, int valid, char* p,
                                         float* factors, int lane) {
     const int row = lane >> 2, column = lane & 3;
@@ -73,8 +74,9 @@ class Softmax {
   }
 
  private:
-  // A maximum that grows by less than 2^kSlack stays, and weights go up to 2^kSlack: bf16 and float are as exact there, and
-  // most tiles leave the sums as they are. A row's own affair, so it may decide on arithmetic.
+  // A maximum that grows by less than 2^kSlack stays, and weights go up to 2^kSlack: bf16 and float
+  // are as exact there, and most tiles leave the sums as they are. A row's own affair, so it may
+  // decide on arithmetic.
   static constexpr float kSlack = 8.f;
   __device__ __forceinline__ static float next_max(float max, float tile_max) {
     return tile_max > max + kSlack ? tile_max : max;
@@ -87,16 +89,19 @@ class Softmax {
     return fmaxf(x, __shfl_xor_sync(~0u, x, 2));
   }
 
-  float max0_ = -INFINITY, max1_ = -INFINITY;  // in units of log2, at most kSlack below the true ones
+  float max0_ = -INFINITY,
+        max1_ = -INFINITY;  // in units of log2, at most kSlack below the true ones
   float sum0_ = 0.f, sum1_ = 0.f;
   float factor0_, factor1_;
   uint32_t weights_[2][4];
 };
 
-// Steps [first, first + kSteps) of 16 elements of 16 query rows, on their way to the score warp's registers.
+// Steps [first, first + kSteps) of 16 elements of 16 query rows, on their way to the score warp's
+// registers.
 template <int kSteps>
 struct RawQuery {
-  static constexpr int kRounds = (kSteps + 3) / 4;  // 64 elements a round; the last may overlap the one before
+  static constexpr int kRounds =
+      (kSteps + 3) / 4;  // 64 elements a round; the last may overlap the one before
   uint4 raw[kRounds][4];
 
   __device__ static constexpr int step(int round) {
@@ -159,7 +164,8 @@ __device__ __forceinline__ void set_zero(float (&s)[4][4]) {
     for (int e = 0; e < 4; e++) s[j][e] = 0.f;
 }
 
-// How far a score warp is: tiles and units before, mod 2^29 and 8, which rings and parities are made of. In one register.
+// How far a score warp is: tiles and units before, mod 2^29 and 8, which rings and parities are
+// made of. In one register.
 class Progress {
  public:
   __device__ uint32_t unit() const { return bits_ & 7; }
@@ -172,15 +178,16 @@ class Progress {
   uint32_t bits_ = 0;
 };
 
-// Scores a unit of kRowTiles tiles of 16 rows. Every score is (the sum over steps 0 .. 17) + (the sum over steps 18 ..
-// 35), two chains: with few rows the four warps share the work of a row tile without changing a bit.
+// Scores a unit of kRowTiles tiles of 16 rows. Every score is (the sum over steps 0 .. 17) + (the
+// sum over steps 18 .. 35), two chains: with few rows the four warps share the work of a row tile
+// without changing a bit.
 template <int kStages, int kRowTiles>
 class ScoreUnit {
   using L = Layout<kStages>;
   static constexpr int kWarpsATile = kScoreWarps / kRowTiles;
   static constexpr int kSteps = kKeyDim / 16, kChain = kSteps / 2;
-  // With shared memory to spare, two warps share two of four row tiles: each takes one chain of both, so that the cache
-  // rows are read from shared memory half as often.
+  // With shared memory to spare, two warps share two of four row tiles: each takes one chain of
+  // both, so that the cache rows are read from shared memory half as often.
   static constexpr bool kPaired = kStages > 2 && kRowTiles == 4;
   static constexpr int kHeldSteps = kPaired          ? 2 * (kChain - kKeptSteps)
                                     : kRowTiles == 4 ? kSteps - kQuerySteps
@@ -212,7 +219,8 @@ class ScoreUnit {
         exchange(s, g & 1);
         if (part_ != 0) continue;
       }
-      // The value warps are done with the stage's previous tile, or it would not be full: its weights are free too.
+      // The value warps are done with the stage's previous tile, or it would not be full: its
+      // weights are free too.
       softmax_.weigh(s, a_.score_scale, left,
                      shared + L::kWeights + (g % kStages) * kWeightBytes + row_tile_ * 1024,
                      at_row_tile(L::kFactors, g), lane_);
@@ -246,7 +254,8 @@ class ScoreUnit {
       RawQuery<kQuerySteps> kept;
       kept.load(a_, u(), row_tile_ * 16, 0, lane_);
       held.load(a_, u(), row_tile_ * 16, kQuerySteps, lane_);
-      ptx::sync_threads(kScoreBarrier, 32 * kScoreWarps);  // all exchanges of the last unit are read
+      ptx::sync_threads(kScoreBarrier,
+                        32 * kScoreWarps);  // all exchanges of the last unit are read
       held.to_fragments(q, mine, lane_);
       kept.to_shared(mine, lane_);
       __syncwarp();
@@ -255,12 +264,13 @@ class ScoreUnit {
       held.load(a_, u(), row_tile_ * 16, (part_ & 1) * kChain, lane_);
       ptx::sync_threads(kScoreBarrier, 32 * kScoreWarps);
       held.to_fragments(q, mine, lane_);
-      ptx::sync_threads(kScoreBarrier, 32 * kScoreWarps);  // all staging is read: exchanges may begin
+      ptx::sync_threads(kScoreBarrier,
+                        32 * kScoreWarps);  // all staging is read: exchanges may begin
     }
   }
 
-  // One chain of this warp's row tile, then of its partner's. Every fourth step is kept in shared memory, as it was in
-  // registers; registers are too few for all.
+  // One chain of this warp's row tile, then of its partner's. Every fourth step is kept in shared
+  // memory, as it was in registers; registers are too few for all.
   __device__ __forceinline__ void load_paired_query(uint32_t (&q)[kHeldSteps][4], char* staging) {
     const int chain = row_tile_ & 1;
     uint4* const kept = kept_query();
@@ -314,8 +324,8 @@ class ScoreUnit {
       }
 #pragma unroll
       for (int m = 0; m < 2; m++) {
-        uint32_t(&row)[4] = i % 4 == 0 ? kept_q[m] : q[i % 4 == 0 ? 0 : held_index(m, i)];
-        float(&d)[4][4] = m == 0 ? s : other;
+        uint32_t (&row)[4] = i % 4 == 0 ? kept_q[m] : q[i % 4 == 0 ? 0 : held_index(m, i)];
+        float (&d)[4][4] = m == 0 ? s : other;
 #pragma unroll
         for (int j = 0; j < 4; j++) {
           ptx::mma(d[j], row, k[i & 1][j >> 1][(j & 1) * 2], k[i & 1][j >> 1][(j & 1) * 2 + 1]);
@@ -347,11 +357,12 @@ class ScoreUnit {
 
   // Address of this lane's part of an ldmatrix of 16 positions by 16 elements of a stage.
   __device__ __forceinline__ uint32_t key_address(int stage) const {
-    return L::address(L::kKv) + stage * kTileBytes + ((lane_ & 7) + ((lane_ >> 4) << 3)) * kRowBytes +
-           ((lane_ >> 3) & 1) * 16;
+    return L::address(L::kKv) + stage * kTileBytes +
+           ((lane_ & 7) + ((lane_ >> 4) << 3)) * kRowBytes + ((lane_ >> 3) & 1) * 16;
   }
 
-  // All steps of 16 rows by 32 positions. The two chains alternate: eight accumulators hide the latency of mma.
+  // All steps of 16 rows by 32 positions. The two chains alternate: eight accumulators hide the
+  // latency of mma.
   __device__ __forceinline__ void whole_scores(uint32_t (&q)[kHeldSteps][4], int stage,
                                                float (&s)[4][4]) const {
     const uint32_t keys = key_address(stage);
@@ -375,9 +386,9 @@ class ScoreUnit {
       if (!(i & 1) && step + 1 < kQuerySteps) {
         ptx::load_matrix(kept_q[(step + 1) & 1], kept + (step + 1) * 512);
       }
-      uint32_t(&row)[4] =
+      uint32_t (&row)[4] =
           step < kQuerySteps ? kept_q[step & 1] : q[step < kQuerySteps ? 0 : step - kQuerySteps];
-      float(&d)[4][4] = i & 1 ? high : s;
+      float (&d)[4][4] = i & 1 ? high : s;
       ptx::mma(d[0], row, k[i & 1][0][0], k[i & 1][0][1]);
       ptx::mma(d[1], row, k[i & 1][0][2], k[i & 1][0][3]);
       ptx::mma(d[2], row, k[i & 1][1][0], k[i & 1][1][1]);
@@ -408,11 +419,12 @@ class ScoreUnit {
       }
   }
 
-  // Partial scores to the row tile's first warp, as they are in registers. Part p holds chain p mod 2 of half p / 2.
+  // Partial scores to the row tile's first warp, as they are in registers. Part p holds chain p mod
+  // 2 of half p / 2.
   __device__ __forceinline__ void exchange(float (&s)[4][4], int buffer) const {
     static_assert(kRowTiles * kWarpsATile * 2 * kGroups * 512 <= 8192);
-    float4* const x = reinterpret_cast<float4*>(shared + L::kQuery + buffer * 8192 +
-                                                row_tile_ * 4096) + lane_;
+    float4* const x =
+        reinterpret_cast<float4*>(shared + L::kQuery + buffer * 8192 + row_tile_ * 4096) + lane_;
     if (part_ != 0) {
 #pragma unroll
       for (int j = 0; j < 2 * kGroups; j++)
@@ -440,7 +452,8 @@ class ScoreUnit {
     s[2] = __fadd_rn(s[2], v.z), s[3] = __fadd_rn(s[3], v.w);
   }
 
-  // A unit whose rows have two split sizes is made once for each; a row takes part in the one of its own size.
+  // A unit whose rows have two split sizes is made once for each; a row takes part in the one of
+  // its own size.
   __device__ __forceinline__ bool takes_part(int row, const RowPlace& place) const {
     if (row >= u().num_rows) return false;
     const int size = u().size;
@@ -454,7 +467,8 @@ class ScoreUnit {
     return split_size(u().base + depth + 1) == size;
   }
 
-  // Maximum and sum of each row to memory, 1 / sum to the value warps; 0 for a row that is not to be written.
+  // Maximum and sum of each row to memory, 1 / sum to the value warps; 0 for a row that is not to
+  // be written.
   __device__ __forceinline__ void finish(uint32_t g) const {
     if ((lane_ & 3) != 0) return;
 #pragma unroll

@@ -1,12 +1,14 @@
 // How the work of a call is cut into units, all from lengths on the device.
 //
-// A row is one head of one token. Its virtual positions (the base tokens, its ancestors, itself) are cut into splits of
-// split_size(length) positions; each split is an online softmax over its 32-position tiles in order, and the splits are
-// combined in order. Nothing else enters a row's arithmetic: neither which rows share a tile, nor the batch, nor the tree.
+// A row is one head of one token. Its virtual positions (the base tokens, its ancestors, itself)
+// are cut into splits of split_size(length) positions; each split is an online softmax over its
+// 32-position tiles in order, and the splits are combined in order. Nothing else enters a row's
+// arithmetic: neither which rows share a tile, nor the batch, nor the tree.
 //
-// A split that is the same cache rows for all tokens of a row tile is a shared unit: one read of the cache for up to 64
-// rows. What is left of a token (last piece of the prefix, ancestors, itself: at most two splits) is private to it, its
-// cache rows gathered along the ancestor list, so that it looks exactly as in a plain decode of that path: no mask.
+// A split that is the same cache rows for all tokens of a row tile is a shared unit: one read of
+// the cache for up to 64 rows. What is left of a token (last piece of the prefix, ancestors,
+// itself: at most two splits) is private to it, its cache rows gathered along the ancestor list, so
+// that it looks exactly as in a plain decode of that path: no mask.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -19,7 +21,8 @@ constexpr int kKeyDim = 576;    // elements of a cache row, all of them keys
 constexpr int kValueDim = 512;  // its first elements, the values
 constexpr int kTile = 32;       // positions whose softmax is taken together
 
-// One setting for all shapes. More splits fill more SMs at batch 1, and write more partial results everywhere.
+// One setting for all shapes. More splits fill more SMs at batch 1, and write more partial results
+// everywhere.
 #ifndef KDTREE_VERIFY_MAX_SPLITS
 #define KDTREE_VERIFY_MAX_SPLITS 96
 #endif
@@ -39,8 +42,8 @@ __host__ __device__ __forceinline__ int split_size(int length) {
   return size < kMinSplit ? kMinSplit : size;
 }
 
-// Where value column `column` is in a partial result: 64 columns are kept as mma has them, so that a lane writes whole
-// sectors. Of each 8 columns a lane has two; its 16 are together.
+// Where value column `column` is in a partial result: 64 columns are kept as mma has them, so that
+// a lane writes whole sectors. Of each 8 columns a lane has two; its 16 are together.
 __device__ __forceinline__ int partial_index(int column) {
   return (column & ~63) + (column >> 1 & 3) * 16 + (column >> 3 & 7) * 2 + (column & 1);
 }
@@ -57,9 +60,9 @@ __device__ __forceinline__ int divide(int a, int b) {
 struct Args {
   const __nv_bfloat16* q;  // [tokens, H, 576]
   int64_t q_token_stride, q_head_stride;
-  const char* kv;  // [pages, page_size, 576]
+  const char* kv;                            // [pages, page_size, 576]
   uint32_t kv_page_stride, kv_token_stride;  // in units of 16 bytes
-  const int32_t* block_table;  // [B, max_pages]
+  const int32_t* block_table;                // [B, max_pages]
   int block_table_stride;
   const int32_t* seq_lens;         // [B]
   const int32_t* query_start_loc;  // [B + 1]
@@ -68,18 +71,19 @@ struct Args {
   const int32_t* ancestors;        // [R, tree_width, ancestor_width]
   __nv_bfloat16* out;              // [tokens, H, 512]
   int64_t out_token_stride, out_head_stride;
-  float* lse;                 // [tokens, H], or null
-  __nv_bfloat16* partial_out;  // [tokens of this launch, H, num_slots, 512 at partial_index], divided by its own sum
-  float2* partial_sum;         // [tokens of this launch, H, num_slots]: maximum (log2), sum of weights
+  float* lse;                  // [tokens, H], or null
+  __nv_bfloat16* partial_out;  // [tokens of this launch, H, num_slots, 512 at partial_index],
+                               // divided by its own sum
+  float2* partial_sum;  // [tokens of this launch, H, num_slots]: maximum (log2), sum of weights
   int batch, num_heads;
   int tree_width, ancestor_width;
   int page_size;
-  uint32_t page_inverse;  // ceil(2^32 / page_size)
-  int max_length;         // tokens a block table row holds
-  int first_token, end_token;  // rows of q of this launch
-  int tile_tokens;             // tokens of a row tile
-  int tile_heads;              // heads of a row tile
-  int head_tiles;              // row tiles of one token
+  uint32_t page_inverse;        // ceil(2^32 / page_size)
+  int max_length;               // tokens a block table row holds
+  int first_token, end_token;   // rows of q of this launch
+  int tile_tokens;              // tokens of a row tile
+  int tile_heads;               // heads of a row tile
+  int head_tiles;               // row tiles of one token
   uint32_t tile_heads_inverse;  // ceil(2^16 / tile_heads)
   int num_slots;                // splits a row can have
   float score_scale;            // times log2(e)
@@ -88,10 +92,10 @@ struct Args {
 
 // The tokens of one request that belong to this launch.
 struct Request {
-  int start;        // row of q of node 0
-  int base;         // tokens in the cache before node 0
-  int first, end;   // nodes of this launch
-  int tree_row;     // -1: chain
+  int start;       // row of q of node 0
+  int base;        // tokens in the cache before node 0
+  int first, end;  // nodes of this launch
+  int tree_row;    // -1: chain
 
   __device__ Request(const Args& a, int b) {
     start = __ldg(a.query_start_loc + b);
@@ -115,7 +119,8 @@ struct Request {
     return first + divide(node - first, a.tile_tokens) * a.tile_tokens;
   }
 
-  // Virtual positions that are the same cache rows for all nodes of the row tile that starts at `tile_first`.
+  // Virtual positions that are the same cache rows for all nodes of the row tile that starts at
+  // `tile_first`.
   __device__ int shared_end(int tile_first) const {
     return tree_row < 0 ? base + tile_first + 1 : base;
   }
@@ -140,21 +145,23 @@ struct Request {
 
 // Up to 64 rows of one request over one split: virtual positions [begin, end).
 struct Unit {
-  int num_rows;   // 0: no work left
-  int token;      // row of q of its first token
-  int head;       // first head
-  int slot;       // split
+  int num_rows;  // 0: no work left
+  int token;     // row of q of its first token
+  int head;      // first head
+  int slot;      // split
   int begin, end;
-  int base;       // from here on positions go through the ancestor list
-  int list;       // index of the ancestor list, -1: none
+  int base;  // from here on positions go through the ancestor list
+  int list;  // index of the ancestor list, -1: none
   int request;
-  int pages;      // index of its block table row
-  int size;       // 0, or: only rows with this split size count
-  int node;       // of `token`
+  int pages;  // index of its block table row
+  int size;   // 0, or: only rows with this split size count
+  int node;   // of `token`
   int tree_row;
   int padding[3];
 
-  __device__ int num_tiles() const volatile { return static_cast<unsigned>(end - begin + kTile - 1) / kTile; }
+  __device__ int num_tiles() const volatile {
+    return static_cast<unsigned>(end - begin + kTile - 1) / kTile;
+  }
 };
 constexpr int kUnitRing = 4;
 
@@ -188,8 +195,10 @@ __device__ __forceinline__ bool shared_unit(const Args& a, const Request& r, int
   const int full = divide(r.num_tokens(), a.tile_tokens);
   const int tiles = (kind == kFullTiles ? full : 1) * a.head_tiles;
   int split = divide(index, tiles);
-  const int tile = index - split * tiles;  // fastest: tiles that read the same cache rows run together
-  const int node = r.first + (kind == kFullTiles ? divide(tile, a.head_tiles) : full) * a.tile_tokens;
+  const int tile =
+      index - split * tiles;  // fastest: tiles that read the same cache rows run together
+  const int node =
+      r.first + (kind == kFullTiles ? divide(tile, a.head_tiles) : full) * a.tile_tokens;
   const int tokens = min(a.tile_tokens, r.end - node);
   const int shared = r.shared_end(r.tile_start(a, r.end - 1));
   int size = split_size(r.min_length(r.first));
@@ -223,8 +232,9 @@ __device__ __forceinline__ bool private_unit(const Args& a, const Request& r, in
   return u.begin < length;
 }
 
-// Deals the units out: CTA c gets units c, 2G - 1 - c, 2G + c, 4G - 1 - c ... of G CTAs, which evens out a list that
-// goes from large to small. Lives in shared memory; all 32 lanes of one warp call next() together.
+// Deals the units out: CTA c gets units c, 2G - 1 - c, 2G + c, 4G - 1 - c ... of G CTAs, which
+// evens out a list that goes from large to small. Lives in shared memory; all 32 lanes of one warp
+// call next() together.
 class Dealer {
  public:
   __device__ void reset() { *this = Dealer(); }
@@ -259,7 +269,8 @@ class Dealer {
                             : shared_unit(a, r, kind, index - before, u);
   }
 
-  // The request of unit `index`, and how many units come before the request's; indices never go down.
+  // The request of unit `index`, and how many units come before the request's; indices never go
+  // down.
   __device__ bool find(const Args& a, int index, int lane, int& request, int& before) {
     for (; kind < kNumKinds; ++kind, block = 0) {
       for (; block < a.batch; block += 32) {

@@ -15,8 +15,8 @@ struct Bf16Cache {
   template <int kStages>
   static constexpr int kFullArrivals = kFetchWarps<kStages>;  // and bytes
 };
-// e4m3 becomes bf16 on its way to shared memory, exactly: from there on the arithmetic is that of a bf16 cache. The tile
-// on its way takes registers, so a unit has at most 32 rows.
+// e4m3 becomes bf16 on its way to shared memory, exactly: from there on the arithmetic is that of a
+// bf16 cache. The tile on its way takes registers, so a unit has at most 32 rows.
 struct Fp8Cache {
   static constexpr int kMaxRowTiles = 2;
   template <int kStages>
@@ -36,7 +36,8 @@ __device__ __forceinline__ const char* cache_row(const Args& a, const volatile U
   return a.kv + offset * 16;
 }
 
-// Brings a value warp's rows of a tile to shared memory. Positions past the unit's end repeat its last one; their weight is 0.
+// Brings a value warp's rows of a tile to shared memory. Positions past the unit's end repeat its
+// last one; their weight is 0.
 template <int kStages, class Cache>
 class Producer;
 
@@ -45,8 +46,8 @@ class Producer<kStages, Bf16Cache> {
   using L = Layout<kStages>;
 
  public:
-  // Tile `tile` of unit `unit`, the g-th of this CTA, to its stage: one copy a row. Addresses are made anew each time:
-  // registers are short.
+  // Tile `tile` of unit `unit`, the g-th of this CTA, to its stage: one copy a row. Addresses are
+  // made anew each time: registers are short.
   __device__ __forceinline__ void produce(const Args& a, uint32_t unit, int tile, uint32_t g) {
     constexpr int kRows = kTile / L::kFetchWarps;
     const volatile Unit& u = L::unit_at(unit);
@@ -107,8 +108,9 @@ class Producer<kStages, Fp8Cache> {
  private:
   static constexpr int kLoads = (kChunks + 7) / 8;
 
-  // Two e4m3 of x, put into the high bytes of two halves by kSelect, to two bf16. Sign, exponent and mantissa move to
-  // their places; 2^120 makes up for the exponents' biases, exact for subnormals too.
+  // Two e4m3 of x, put into the high bytes of two halves by kSelect, to two bf16. Sign, exponent
+  // and mantissa move to their places; 2^120 makes up for the exponents' biases, exact for
+  // subnormals too.
   template <uint32_t kSelect>
   __device__ __forceinline__ static uint32_t widen(uint32_t x) {
     constexpr uint32_t kTwoTo120 = 0x7B807B80u;
@@ -136,9 +138,11 @@ class ValueWarp {
     while (L::unit_at(feed().unit).num_rows != 0) {
       start_feed(feed().unit, feed().first, feed().first + L::unit_at(feed().unit).num_tiles(),
                  feed().made);
-      if (feed().unit == 0) bring_ahead(false);  // nothing is there yet: before the next unit is dealt
+      if (feed().unit == 0)
+        bring_ahead(false);  // nothing is there yet: before the next unit is dealt
       if (is_dealer()) deal(feed().unit + 1);
-      // Entries i and i + 1 can be read; entry i + 2 takes the place of i - 2, which nobody needs any more.
+      // Entries i and i + 1 can be read; entry i + 2 takes the place of i - 2, which nobody needs
+      // any more.
       ptx::sync_threads(kValueBarrier, 32 * kValueWarps);
       bring_ahead(true);
       const int num_rows = L::unit_at(feed().unit).num_rows;
@@ -166,11 +170,10 @@ class ValueWarp {
     if (lane == 0) ptx::barrier_arrive(L::unit(index));
   }
 
-  __device__ __forceinline__ volatile Feed& feed() const {
-    return L::feed();
-  }
+  __device__ __forceinline__ volatile Feed& feed() const { return L::feed(); }
 
-  __device__ __forceinline__ void start_feed(uint32_t unit, uint32_t first, uint32_t end, uint32_t made) const {
+  __device__ __forceinline__ void start_feed(uint32_t unit, uint32_t first, uint32_t end,
+                                             uint32_t made) const {
     __syncwarp();
     if ((ptx::thread_index() & 31) == 0) {
       feed().unit = unit;
@@ -218,14 +221,17 @@ class ValueWarp {
     return true;
   }
 
-  // The unit of tile `index` from this unit's first one on, this one or the next, and its index there; -1: none yet.
+  // The unit of tile `index` from this unit's first one on, this one or the next, and its index
+  // there; -1: none yet.
   __device__ __forceinline__ int find_unit(uint32_t& index) const {
     const uint32_t unit = feed().unit;
     const uint32_t tiles = L::unit_at(unit).num_tiles();
     if (index < tiles) return static_cast<int>(unit);
     index -= tiles;
     const volatile Unit& next = L::unit_at(unit + 1);
-    return next.num_rows != 0 && index < static_cast<uint32_t>(next.num_tiles()) ? static_cast<int>(unit) + 1 : -1;
+    return next.num_rows != 0 && index < static_cast<uint32_t>(next.num_tiles())
+               ? static_cast<int>(unit) + 1
+               : -1;
   }
 
   template <int kRowTiles>
@@ -306,20 +312,24 @@ class ValueWarp {
     ptx::barrier_arrive_warp(L::empty(g % kStages));
   }
 
-  // Partial results, divided by their sums, in the order that they are in registers (see partial_index).
+  // Partial results, divided by their sums, in the order that they are in registers (see
+  // partial_index).
   template <int kRowTiles>
-  __device__ __forceinline__ void write(const float (&o)[kRowTiles][8][4], uint32_t last_tile) const {
+  __device__ __forceinline__ void write(const float (&o)[kRowTiles][8][4],
+                                        uint32_t last_tile) const {
     const int thread = ptx::thread_index();
     const int row = (thread & 31) >> 2, lane = thread & 3;
-    const float* const inverses = reinterpret_cast<const float*>(shared + L::kInverse) +
-                                  last_tile % kStages * kMaxRows + row;
+    const float* const inverses =
+        reinterpret_cast<const float*>(shared + L::kInverse) + last_tile % kStages * kMaxRows + row;
     float inverse[2 * kRowTiles];
 #pragma unroll
     for (int h = 0; h < 2 * kRowTiles; h++) inverse[h] = inverses[h * 8];
     release(last_tile);
     const volatile Unit& u = L::unit_at(feed().unit);
-    // Rows of a unit follow each other in memory: it has all heads of its tokens, or a part of one token's.
-    const int64_t place = static_cast<int64_t>(u.token - a_.first_token) * a_.num_heads + u.head + row;
+    // Rows of a unit follow each other in memory: it has all heads of its tokens, or a part of one
+    // token's.
+    const int64_t place =
+        static_cast<int64_t>(u.token - a_.first_token) * a_.num_heads + u.head + row;
     __nv_bfloat16* to = a_.partial_out + (place * a_.num_slots + u.slot) * kValueDim +
                         ((thread >> 5) - kScoreWarps) * 64 + lane * 16;
     const int64_t step = static_cast<int64_t>(a_.num_slots) * 8 * kValueDim;
@@ -328,7 +338,7 @@ class ValueWarp {
       uint32_t pairs[8];
 #pragma unroll
       for (int n = 0; n < 8; n++) {
-        const float(&x)[4] = o[h >> 1][n];
+        const float (&x)[4] = o[h >> 1][n];
         pairs[n] = ptx::pack_bf16(x[2 * (h & 1)] * inverse[h], x[2 * (h & 1) + 1] * inverse[h]);
       }
       if (inverse[h] != 0.f) {
