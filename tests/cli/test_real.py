@@ -1,10 +1,13 @@
 """The commands with real vLLM and the miniature pair."""
 
 import json
+import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from kdtree_runner.cli import supervise
 from kdtree_runner.cli.main import main
 
 TINY_KIMI = Path(__file__).parents[2] / "examples" / "tiny_kimi"
@@ -12,21 +15,46 @@ PAIR = ["--model", str(TINY_KIMI / "target"), "--drafter", str(TINY_KIMI / "draf
 ENGINE = ["--dtype", "float32", "--cpu-threads", "1"]
 
 
+# The real child, but trees of 9 nodes leave the accepted rows of the cache where they are.
+BREAKING_CHILD = """
+import sys
+from kdtree_runner.cli import child
+
+intact = child.make_engine
+
+def stop_commits(worker):
+    worker.model_runner.rejection_sampler.commit = lambda batch: None
+
+def make_engine(args, channel):
+    llm = intact(args, channel)
+    if args.get("speculative_config", {}).get("tree_budget") == 9:
+        llm.collective_rpc(stop_commits)
+    return llm
+
+child.make_engine = make_engine
+sys.exit(child.main(sys.argv))
+"""
+
+
 @pytest.mark.slow
-def test_verify(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_tells_a_whole_engine_from_a_broken_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (sys.executable, "-c", BREAKING_CHILD)
+    monkeypatch.setattr(supervise, "run_job", partial(supervise.run_job, command=command))
     out = tmp_path / "report.json"
-    length = ["--num-prompts", "3", "--max-tokens", "12", "--tree-budget", "8"]
-    assert main(["verify", *PAIR, *ENGINE, *length, "--json", str(out)]) == 0
-    assert "tree 8: 3 equal, 0 tie, 0 divergent of 3 prompts" in capsys.readouterr().out
+    length = ["--num-prompts", "4", "--max-tokens", "24", "--tree-budget", "8,9"]
+    assert main(["verify", *PAIR, *ENGINE, *length, "--json", str(out)]) == 1
+    assert "tree 8: 4 equal, 0 tie, 0 divergent of 4 prompts" in capsys.readouterr().out
     report = json.loads(out.read_text())
-    assert report["warnings"] == []
+    assert report["verdict"] == "divergent"
+    assert report["comparisons"]["tree 9"]["divergent"] > 0
     plain, tree = report["modes"]["plain"], report["modes"]["tree 8"]
     assert plain["attention"] == ["KDTREE_MLA"]
     assert "KDTREE_MLA" in tree["attention"]
-    assert plain["num_tokens"] == tree["num_tokens"] == 36
+    assert plain["num_tokens"] == tree["num_tokens"] == 96
     assert plain["tokens_per_step"] == 1.0
     assert tree["tokens_per_step"] > 1.5
-    assert tree["acceptance"]["num_drafts"] > 0
     assert tree["acceptance"]["mean_nodes"] > 4
 
 
