@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     except Exception as error:  # whatever it is, the parent has to hear of it
         traceback.print_exc()  # into the log
         kind = "refused" if _is_refusal(error) else "failed"
-        channel.send("error", kind=kind, message=f"{error}" or type(error).__name__)
+        channel.send("error", kind=kind, message=_message(error))
         return 1
     return 0
 
@@ -62,6 +62,15 @@ def _end_with_parent() -> None:
         os.killpg(0, signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
+
+
+def _message(error: Exception) -> str:
+    """What went wrong, without pydantic's frame around it."""
+    from pydantic import ValidationError
+
+    if isinstance(error, ValidationError):
+        return "; ".join(part["msg"].removeprefix("Value error, ") for part in error.errors())
+    return str(error) or type(error).__name__
 
 
 def _is_refusal(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from kdtree_runner.cli.engine import EngineSettings, Mode, Sampling
 from kdtree_runner.cli.errors import EngineError, ExitCode, UserError
 from kdtree_runner.cli.verify import check_model, choose_prompts, log_directory
+from kdtree_runner.platform import is_cpu_build
 
 TINY_KIMI = Path("examples") / "tiny_kimi"
 
@@ -18,7 +19,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         model=args.model or default_model("--model", "target"),
         drafter=args.drafter or default_model("--drafter", "drafter"),
         batch_size=1,
-        dtype=args.dtype,
+        dtype=args.dtype or ("float32" if is_cpu_build() else "auto"),
         cpu_threads=args.cpu_threads,
         enforce_eager=True,  # compiling for three short runs would take longer than they do
     )

@@ -127,8 +127,10 @@ def _look_at_vllm(findings: Findings, facts: Mapping[str, Mapping[str, Any]]) ->
         f"backend {ATTENTION_BACKEND}": str(answers.get("backend")),
         "Triton for the V2 model runner": "found" if answers.get("triton") else "missing",
     }
+    if "error" in facts.get("vllm", {}):
+        findings.problems.append(f"vllm: {facts['vllm']['error']}")
     if findings.problems:
-        return  # without our plugins or library the rest can only follow from that
+        return  # without vLLM, our plugins or library the rest can only follow from that
     findings.problems += [f"{name}: {f['error']}" for name, f in facts.items() if "error" in f]
     if answers.get("method") is False:
         findings.problems.append(

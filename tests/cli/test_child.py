@@ -9,8 +9,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import BaseModel, ValidationError, field_validator
 
-from kdtree_runner.cli.child import Refused, _is_refusal, acceptance, tokenize, top_gap
+from kdtree_runner.cli.child import Refused, _is_refusal, _message, acceptance, tokenize, top_gap
 from kdtree_runner.config import UnsupportedError
 
 
@@ -72,6 +73,22 @@ def test_only_refusals_are_the_users_mistakes(tmp_path: Path) -> None:
         runpy.run_path(str(arguments))
     except ValueError as error:
         assert _is_refusal(error)
+
+
+def test_message_of_a_validation_error_is_what_was_said() -> None:
+    class Model(BaseModel):
+        length: int
+
+        @field_validator("length")
+        @classmethod
+        def check(cls, value: int) -> int:
+            raise ValueError("length: wanted 1, got 2")
+
+    with pytest.raises(ValidationError) as caught:
+        Model(length=2)
+    assert _message(caught.value) == "length: wanted 1, got 2"
+    assert _message(ValueError("x")) == "x"
+    assert _message(AssertionError()) == "AssertionError"
 
 
 def test_an_engine_does_not_outlive_the_command() -> None:

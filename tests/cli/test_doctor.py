@@ -93,7 +93,10 @@ def test_good_machine() -> None:
 @pytest.mark.parametrize(
     ("change", "problem"),
     [
-        ({"vllm": {"error": "ModuleNotFoundError: vllm"}}, "vllm: ModuleNotFoundError: vllm"),
+        (
+            {key: {"error": "ModuleNotFoundError: vllm"} for key in ("vllm", "platform", "method")},
+            "vllm: ModuleNotFoundError: vllm",
+        ),
         ({"backend": {"error": "ValueError: Unknown"}}, "backend: ValueError: Unknown"),
         ({"method": {"value": False}}, "does not know the method 'ddtree'"),
         ({"triton": {"value": False}}, "V2 model runner needs it"),
