@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import signal
 import sys
 from collections.abc import Callable, Sequence
 
@@ -37,9 +38,15 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _terminated(number: int, frame: object) -> None:
+    """End as by an error, so that engines and their logs go too."""
+    sys.exit(128 + number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     args = make_parser().parse_args(argv)
+    signal.signal(signal.SIGTERM, _terminated)
     command = importlib.import_module(f"kdtree_runner.cli.{args.command}")
     try:
         return int(command.run(args))

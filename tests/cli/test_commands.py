@@ -1,6 +1,9 @@
 """`kdtree verify` and `kdtree demo` from flags to exit code, with fake engines."""
 
 import json
+import os
+import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -137,6 +140,21 @@ def test_interrupt(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(supervise, "run_job", run_job)
     assert main(["verify", *pair]) == 130
+
+
+def test_terminated(pair: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    folders = []
+
+    def run_job(job, log_dir, on_event, silence_seconds):
+        folders.append(log_dir)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+    monkeypatch.setattr(supervise, "run_job", run_job)
+    with pytest.raises(SystemExit) as stop:
+        main(["verify", *pair])
+    assert stop.value.code == 143
+    assert not folders[0].exists()
 
 
 def test_demo_equal(pair: list[str], engines: Callable, capsys: pytest.CaptureFixture[str]) -> None:
