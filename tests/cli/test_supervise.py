@@ -36,7 +36,7 @@ def test_refusal_is_the_users_mistake(tmp_path: Path) -> None:
 
 def test_failure_shows_the_end_of_the_log(tmp_path: Path) -> None:
     body = (
-        "for i in range(100): print('line', i)\n"
+        "for i in range(100): print('line', i, flush=True)\n"
         "print('the cause', file=sys.stderr, flush=True)\n"
         "send({'event': 'error', 'kind': 'failed', 'message': 'no memory'})\n"
     )

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from engines import PAIR
 from processes import EXAMPLES, user_environment
+from vllm import envs
 
 from kdtree_runner import config, cpu_platform, cpu_scope, platform
 
@@ -22,7 +23,11 @@ BASE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making a config sets variables for the engine's processes; a test must not keep them."""
+    """Making a config sets variables for the engine's processes; a test must not keep them.
+
+    An engine of an earlier test has made vLLM keep the variables' values: they must count again.
+    """
+    envs.disable_envs_cache()
     for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "LOCAL_WORLD_SIZE"):
         monkeypatch.setenv(name, "unset")
         monkeypatch.delenv(name)
