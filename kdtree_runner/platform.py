@@ -6,6 +6,7 @@ A general plugin would be too late: vLLM looks for Triton and the platform's def
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
 
 from kdtree_runner.config import supports_vllm
 
@@ -21,11 +22,19 @@ def is_cpu_build() -> bool:
         return False
 
 
+def has_triton() -> bool:
+    """Whether Triton is installed, which the CPU wheel does not ask for."""
+    return importlib.util.find_spec("triton") is not None
+
+
 def platform_plugin() -> str | None:
-    """Qualified name of our platform class where vLLM is the CPU wheel; None elsewhere."""
+    """Qualified name of our platform class where vLLM is the CPU wheel; None elsewhere.
+
+    Without Triton vLLM's own platform serves everything but DDTree, see config.check_device.
+    """
     if not is_cpu_build():
         return None
     from kdtree_runner import cpu_wheel
 
     cpu_wheel.prepare_environment()
-    return CPU_PLATFORM
+    return CPU_PLATFORM if has_triton() else None

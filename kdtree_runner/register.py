@@ -29,7 +29,10 @@ def register() -> None:
     if not current_platform.is_cpu():
         return  # the backend is for CPUs as yet: check_device says so to who asks for DDTree
     from kdtree_runner import cpu_wheel
+    from kdtree_runner.cpu_platform import TreeCpuPlatform
 
+    if not isinstance(current_platform, TreeCpuPlatform):
+        return  # no Triton, or VLLM_PLUGINS leaves the platform out: all stays stock
     if ATTENTION_BACKEND not in AttentionBackendEnum.__members__:
         path = "kdtree_runner.model_executor.cpu_mla_backend.CPUTreeMLABackend"
         register_backend(ATTENTION_BACKEND, path)

@@ -26,6 +26,7 @@ from kdtree_runner.config import (
     is_ours,
 )
 from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
+from kdtree_runner.platform import has_triton
 
 logger = init_logger(__name__)
 
@@ -67,7 +68,7 @@ def _tree_speculative_config(
 ) -> TreeSpeculativeConfig:
     """Check the pair and build the config that vLLM's own parts see as DFlash with N drafts."""
     check_vllm_version(vllm.__version__)
-    check_device(current_platform.device_type)
+    check_device(current_platform.device_type, has_triton())
     check_parallel(parallel, user.get("draft_tensor_parallel_size"))
     check_target(target.hf_text_config)
     draft = _draft_config(user, target.trust_remote_code)

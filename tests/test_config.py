@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from kdtree_runner import config
+from kdtree_runner import config, platform
 from kdtree_runner.config import TreeConfig, UnsupportedError
 
 BLOCK = 8  # of the drafter: at most 7 drafted positions
@@ -267,5 +267,15 @@ def test_good_engine_and_pair() -> None:
 
 
 def test_device() -> None:
-    config.check_device("cpu")
-    check_refusal(lambda: config.check_device("cuda"), "device", "cpu", "cuda")
+    config.check_device("cpu", has_triton=True)
+    check_refusal(lambda: config.check_device("cuda", True), "device", "cpu", "cuda")
+    check_refusal(lambda: config.check_device("cpu", False), "triton", "pip install", "None")
+
+
+def test_the_stock_platform_serves_where_triton_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(platform, "is_cpu_build", lambda: True)
+    assert platform.platform_plugin() == platform.CPU_PLATFORM
+    monkeypatch.setattr(platform, "has_triton", lambda: False)
+    assert platform.platform_plugin() is None
