@@ -84,3 +84,18 @@ def test_chain_of_vllm_accepts_less(
     steps = metric(chain, "vllm:spec_decode_num_drafts")
     accepted = metric(chain, "vllm:spec_decode_num_accepted_tokens") / steps
     assert trace.mean_accepted > accepted + 0.3
+
+
+def test_drafts_right_after_the_prompt(
+    pool: EnginePool, baseline: Baseline, requests: list[Request]
+) -> None:
+    """vLLM takes rows of the first step for placeholders by position minus row: wrong on a tree."""
+    few = [greedy(r.prompt, 9) for r in requests[:8]]
+    want = baseline(few)
+    tree = pool.get("tree")
+    first_paths = []
+    for request, output in zip(few, want, strict=True):
+        with traced(tree) as trace, oracle(tree, [output], seed=len(first_paths)):
+            assert_equal(generate(tree, [request]), [output])
+        first_paths.append(trace.paths[0])
+    assert sum(path != list(range(1, len(path) + 1)) for path in first_paths) >= 3
