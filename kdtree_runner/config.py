@@ -237,6 +237,7 @@ _PARALLEL = {
     "data_parallel_size": 1,
     "decode_context_parallel_size": 1,
     "prefill_context_parallel_size": 1,
+    "enable_expert_parallel": False,  # vLLM 0.32.0's CPU experts read out of bounds and crash
     "enable_batch_sharded_sampling": False,
     "enable_dbo": False,
     "worker_cls": "auto",

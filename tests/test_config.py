@@ -212,6 +212,7 @@ def test_block_size(block: object) -> None:
         ("data_parallel_size", 2),
         ("decode_context_parallel_size", 2),
         ("prefill_context_parallel_size", 2),
+        ("enable_expert_parallel", True),
         ("enable_batch_sharded_sampling", True),
         ("enable_dbo", True),
         ("worker_cls", "my.Worker"),

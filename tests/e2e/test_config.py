@@ -110,6 +110,11 @@ def test_speculative_config(spec: dict[str, Any], key: str, got: str) -> None:
             "2",
         ),
         ({"prefill_context_parallel_size": 2}, "prefill_context_parallel_size", "2"),
+        (
+            {"tensor_parallel_size": 2, "enable_expert_parallel": True},
+            "enable_expert_parallel",
+            "True",
+        ),
         ({"enable_batch_sharded_sampling": True}, "enable_batch_sharded_sampling", "True"),
         ({"enable_dbo": True}, "enable_dbo", "True"),
         ({"worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker"}, "worker_cls", "CPUWorker"),
