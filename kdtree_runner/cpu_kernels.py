@@ -3,12 +3,12 @@
 Triton's interpreter runs a kernel program by program, some 20 µs an operation: of 24 plain steps at
 batch 8 the batch preparation took 5.6 s of 6.7, and temperature makes a tree step 4 times as long,
 log-probabilities 8 times. Every function has the contract of the kernel or method of vLLM 0.32.0
-(v1/worker/gpu/{input_batch,block_table}.py and sample/) whose place it takes; tests compare them.
+(in v1/worker/gpu) whose place it takes; tests compare the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -31,6 +31,33 @@ class StandIn:
             self.function(grid, *args, **kwargs)
 
         return launch
+
+
+def prepare_prefill_inputs(
+    grid: tuple[int, ...],
+    input_ids: Tensor,
+    next_prefill_tokens: Tensor,
+    next_prefill_tokens_stride: int,
+    num_lookahead: int,
+    idx_mapping: Tensor,
+    query_start_loc: Tensor,
+    all_token_ids: Tensor,
+    all_token_ids_stride: int,
+    prefill_lens: Tensor,
+    num_computed_tokens: Tensor,
+    **_: int,
+) -> None:
+    """Prompt tokens of the requests inside their prompt, and the num_lookahead ones that follow."""
+    start = query_start_loc.tolist()
+    for b, slot in enumerate(idx_mapping[: grid[0]].tolist()):
+        computed, prefill_len = int(num_computed_tokens[slot]), int(prefill_lens[slot])
+        if computed >= prefill_len:
+            continue
+        end = computed + start[b + 1] - start[b]
+        input_ids[start[b] : start[b + 1]] = all_token_ids[slot, computed:end]
+        following = all_token_ids[slot, end : min(end + num_lookahead, prefill_len)]
+        next_prefill_tokens[:num_lookahead, slot] = 0
+        next_prefill_tokens[: len(following), slot] = following
 
 
 def prepare_pos_seq_lens(
@@ -210,6 +237,23 @@ def ranks(
     output[: grid[0]] = (scores >= chosen).sum(1)
 
 
+def apply_write(self: Any) -> None:
+    """Write what was staged on the host; a method of StagedWriteTensor."""
+    rows, contents, begin = self.gpu.view(self.num_rows, -1), self._staged_write_contents, 0
+    writes = (self._staged_write_indices, self._staged_write_starts, self._staged_write_cu_lens)
+    for row, start, end in zip(*writes, strict=True):
+        piece = torch.tensor(contents[begin:end], dtype=self.dtype)
+        rows[row, start : start + len(piece)] = piece
+        begin = end
+    self.clear_staged_writes()
+
+
+def apply_all_writes(self: Any, tensors: Sequence[Any], *_: Tensor) -> None:
+    """The same for several tensors; a method of FusedStagedWriter."""
+    for tensor in tensors:
+        tensor.apply_write()
+
+
 def gather_block_tables(
     self: Any,
     idx_mapping: Tensor,
@@ -260,9 +304,11 @@ def install() -> None:
     """Put every function in the place of its kernel or method."""
     from vllm.v1.worker.gpu import input_batch
     from vllm.v1.worker.gpu.block_table import BlockTables
+    from vllm.v1.worker.gpu.buffer_utils import FusedStagedWriter, StagedWriteTensor
     from vllm.v1.worker.gpu.sample import gumbel, logprob
 
     for module, function in (
+        (input_batch, prepare_prefill_inputs),
         (input_batch, prepare_pos_seq_lens),
         (input_batch, combine_sampled_and_draft_tokens),
         (input_batch, get_num_sampled_and_rejected),
@@ -275,5 +321,7 @@ def install() -> None:
         kernel = f"_{function.__name__}_kernel"
         assert hasattr(module, kernel), kernel
         setattr(module, kernel, StandIn(function))
+    StagedWriteTensor.apply_write = apply_write  # type: ignore[method-assign]
+    FusedStagedWriter.apply = apply_all_writes  # type: ignore[method-assign]
     BlockTables.gather_block_tables = gather_block_tables  # type: ignore[method-assign]
     BlockTables.compute_slot_mappings = compute_slot_mappings  # type: ignore[method-assign]
