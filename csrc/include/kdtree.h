@@ -89,14 +89,15 @@ typedef struct kdtree_candidates_params {
   kdtree_lse* lse;      /* out [rows] */
 } kdtree_candidates_params;
 
-/* Second half of tree_build: merge the candidates of all shards, then grow the tree best-first: N
- * times take the prefix with the largest sum of log-probabilities among those not taken yet whose
- * parent is taken. Equal sums: lower parent node first, then the better candidate (larger logit,
- * then lower token id). Log-probabilities are int64 in units of 2^-32 (logit and log-sum-exp
- * rounded apart, to nearest; one above 0 counts as 0), so sums are exact. Nodes come in the order
- * taken. With `spine`, the chain of each position's best candidate (as far as min(L, N) goes) is in
- * the tree whatever its score: the other nodes are the best-first ones that leave room for it, and
- * spine nodes that best-first did not reach follow last, in depth order.
+/* Second half of tree_build: merge the candidates of all shards, keeping the best K of a position's
+ * num_shards * K, then grow the tree best-first: N times take the prefix with the largest sum of
+ * log-probabilities among those not taken yet whose parent is taken. Equal sums: lower parent node
+ * first, then the better candidate (larger logit, then lower token id). Log-probabilities are int64
+ * in units of 2^-32 (logit and log-sum-exp rounded apart, to nearest, ties to even; one above 0
+ * counts as 0), so sums are exact. Nodes come in the order taken. With `spine`, the chain of each
+ * position's best candidate (as far as min(L, N) goes) is in the tree whatever its score: the other
+ * nodes are the best-first ones that leave room for it, and spine nodes that best-first did not
+ * reach follow last, in depth order: a tree cut to its first nodes loses them first.
  *
  * A request whose chain_only flag is set gets that chain alone. Where fewer than N nodes exist the
  * rest is padding: token 0, parent -1, depth 1; a padding node is never accepted. */
@@ -113,8 +114,8 @@ typedef struct kdtree_select_params {
   const int32_t* ids;        /* [num_shards, B * L, K] */
   const kdtree_lse* lse;     /* [num_shards, B * L] */
   const uint8_t* chain_only; /* [R] by tree row, or NULL: none */
-  const int32_t* tree_rows;  /* [B] row of the tree state that request b writes, -1: none written;
-                                NULL: row b */
+  const int32_t* tree_rows;  /* [B] row of the tree state that request b writes, -1: none written,
+                                and what else b gets must not be used; NULL: row b */
   const int64_t* base;       /* [B] position of the root, or NULL when positions is NULL */
   int32_t num_tree_rows;     /* R */
   int64_t* tokens;           /* out [B, N] in batch order */
@@ -189,7 +190,7 @@ typedef struct kdtree_accept_params {
   const int32_t* tree_rows; /* [B], -1: chain; NULL: all chains */
   const int32_t* parents;   /* [R, tree_width]; NULL when tree_rows is NULL */
   int32_t tree_width;
-  int32_t emitted_width; /* columns of emitted, >= A */
+  int32_t emitted_width; /* columns of emitted, >= A = L + 1; T columns do where N >= L */
   int32_t*
       path; /* out [B, A] node at each depth, path[0] = 0; past the end the last node repeats */
   int64_t* emitted;     /* out [B, emitted_width], 0 past the end */
