@@ -22,7 +22,7 @@ from kernels import (
 )
 from torch import Tensor
 
-from kdtree_runner import cpu_wheel, platform
+from kdtree_runner import cpu_wheel, native, platform
 
 pytestmark = pytest.mark.skipif(
     not platform.is_cpu_build(), reason="the GPU build keeps its kernels"
@@ -197,3 +197,23 @@ def test_context_keys_are_normed_by_their_own_layer() -> None:
     got = cpu_wheel.normalize_context_k(model, keys)
     scale = keys.pow(2).mean(-1, keepdim=True).add(1e-5).rsqrt()
     torch.testing.assert_close(got, keys * scale * weights[:, None, None])
+
+
+def test_operators_use_the_threads_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The library counts processors by itself, when it is loaded: before vLLM binds its threads."""
+    from kdtree_runner.model_executor.cpu_mla_backend import CPUTreeMLAImpl
+
+    chosen: list[int] = []
+    monkeypatch.setattr(native, "set_cpu_threads", chosen.append)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    sizes = {
+        "q_lora_rank": None,
+        "kv_lora_rank": 512,
+        "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64,
+        "qk_head_dim": 192,
+        "v_head_dim": 128,
+        "kv_b_proj": None,
+    }
+    CPUTreeMLAImpl(4, 576, 1.0, 1, None, None, "auto", None, "decoder", None, **sizes)
+    assert chosen == [3]
