@@ -4,6 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PYTEST_ARGS ?=
+# Test files run side by side, each whole in one process: its engines are shared by its tests.
+TEST_JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/tests/*')
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
@@ -36,7 +38,7 @@ test-native: venv
 	$(BIN)/ctest --test-dir build/tests --output-on-failure
 
 test-python: venv
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)
 
 lint: venv
 	$(BIN)/ruff check .

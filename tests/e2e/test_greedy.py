@@ -19,7 +19,6 @@ from engines import (
 from oracle import oracle
 
 NUM_PROMPTS = 32
-NUM_ONE_BY_ONE = {1: 4, 7: 6, 16: NUM_PROMPTS, 31: 6}  # one request at a time is slow
 
 # Accepted nodes a step that the trained drafter must reach. With N = 1 it drafts one position in a
 # block of 2, and it was trained on blocks of 8.
@@ -35,7 +34,7 @@ def requests(prompts: list[tuple[int, ...]]) -> list[Request]:
     return [greedy(prompt) for prompt in chosen]
 
 
-@pytest.fixture(scope="module", params=sorted(NUM_ONE_BY_ONE))
+@pytest.fixture(scope="module", params=sorted(ACCEPTED))
 def budget(request: pytest.FixtureRequest) -> int:
     return int(request.param)
 
@@ -55,9 +54,8 @@ def test_batched(tree: Any, budget: int, baseline: Baseline, requests: list[Requ
     assert (trace.num_off_sequence > 0) == (budget > 1)
 
 
-def test_one_by_one(tree: Any, budget: int, baseline: Baseline, requests: list[Request]) -> None:
-    few = requests[: NUM_ONE_BY_ONE[budget]]
-    assert_equal(generate_one_by_one(tree, few), baseline(few))
+def test_one_by_one(tree: Any, baseline: Baseline, requests: list[Request]) -> None:
+    assert_equal(generate_one_by_one(tree, requests), baseline(requests))
 
 
 def test_long_paths(tree: Any, budget: int, baseline: Baseline, requests: list[Request]) -> None:
