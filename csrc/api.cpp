@@ -123,8 +123,21 @@ void check_verify_sizes(Checker& check, const kdtree_verify_attn_params& p) {
   check.at_least("num_pages", p.num_pages, 0);
 }
 
-void check_verify(Checker& check, const kdtree_verify_attn_params& p) {
+void check_verify_plan(Checker& check, const kdtree_verify_attn_params& p) {
   check_verify_sizes(check, p);
+  check.in_range("planned", p.planned, 0, 1);
+  if (p.batch == 0 || p.num_tokens == 0) return;
+  check.not_null("seq_lens", p.seq_lens);
+  check.not_null("query_start_loc", p.query_start_loc);
+  if (p.tree_rows == nullptr) return;
+  check.not_null("depths", p.depths);
+  check.not_null("ancestors", p.ancestors);
+  check.at_least("tree_width", p.tree_width, 1);
+  check.in_range("ancestor_width", p.ancestor_width, 2, kMaxPath);
+}
+
+void check_verify(Checker& check, const kdtree_verify_attn_params& p) {
+  check_verify_plan(check, p);
   if (p.batch == 0 || p.num_tokens == 0) return;
   check.at_least("kv_token_stride", p.kv_token_stride, kHeadDim);
   check.at_least("kv_page_stride", p.kv_page_stride, kHeadDim);
@@ -133,14 +146,7 @@ void check_verify(Checker& check, const kdtree_verify_attn_params& p) {
   check.not_null("q", p.q);
   check.not_null("kv_cache", p.kv_cache);
   check.not_null("block_table", p.block_table);
-  check.not_null("seq_lens", p.seq_lens);
-  check.not_null("query_start_loc", p.query_start_loc);
   check.not_null("out", p.out);
-  if (p.tree_rows == nullptr) return;
-  check.not_null("depths", p.depths);
-  check.not_null("ancestors", p.ancestors);
-  check.at_least("tree_width", p.tree_width, 1);
-  check.in_range("ancestor_width", p.ancestor_width, 2, kMaxPath);
 }
 
 void check_accept(Checker& check, const kdtree_accept_params& p) {
@@ -215,6 +221,15 @@ kdtree_status kdtree_verify_attn(const kdtree_verify_attn_params* params) {
                    check_verify(check, p);
                    if (!check.ok() || p.batch == 0 || p.num_tokens == 0) return check.status();
                    return KDTREE_RUN(verify_attn, p);
+                 });
+}
+
+kdtree_status kdtree_verify_attn_plan(const kdtree_verify_attn_params* params) {
+  return guarded("kdtree_verify_attn_plan", params,
+                 [](const kdtree_verify_attn_params& p, Checker& check) {
+                   check_verify_plan(check, p);
+                   if (!check.ok() || p.batch == 0 || p.num_tokens == 0) return check.status();
+                   return KDTREE_RUN(verify_attn_plan, p);
                  });
 }
 

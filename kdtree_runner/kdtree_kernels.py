@@ -259,6 +259,7 @@ def verify_attn(
     out: Tensor,
     lse: Tensor | None = None,
     workspace: Tensor | None = None,
+    planned: bool = False,
 ) -> None:
     """MLA attention over a paged latent cache, for any mix of trees, chains and plain decodes.
 
@@ -270,7 +271,8 @@ def verify_attn(
     query_start_loc: [B + 1] int32. tree_rows: [B] int32, row of depths [R, T] and ancestors
     [R, T, A] int32, -1: a chain; None: all are chains. out: out [num_tokens, H, 512] of q's dtype.
     lse: out [num_tokens, H] float32, natural logarithm. workspace: uint8, at least
-    verify_attn_workspace() bytes.
+    verify_attn_workspace() bytes. planned: the workspace holds the plan that verify_attn_plan()
+    made for these very requests; without, each call makes its own.
     """
     num_tokens, num_heads, _ = q.shape
     num_pages, page_size, _ = kv_cache.shape
@@ -282,48 +284,100 @@ def verify_attn(
         raise ValueError(f"out must be of q's dtype {q.dtype}, got {out.dtype}")
     if block_table.dtype != torch.int32 or block_table.stride(1) != 1:
         raise ValueError(f"block_table must be int32 rows, got {_describe(block_table)}")
-    _check("seq_lens", seq_lens, torch.int32, batch)
-    _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
     _check("lse", lse, torch.float32, num_tokens, num_heads)
-    tree_width = ancestor_width = 0
-    if tree_rows is not None:
-        if depths is None or ancestors is None:
-            raise ValueError("depths and ancestors must be given with tree_rows, got None")
-        num_tree_rows, tree_width, ancestor_width = ancestors.shape
-        _check("tree_rows", tree_rows, torch.int32, batch)
-        _check("depths", depths, torch.int32, num_tree_rows, tree_width)
-        _check("ancestors", ancestors, torch.int32, num_tree_rows, tree_width, ancestor_width)
+    tree_width, ancestor_width = _check_requests(
+        seq_lens, query_start_loc, tree_rows, depths, ancestors
+    )
     _native_verify_attn(
         native.VerifyAttnParams(
             *_device_and_stream(q),
-            batch,
-            num_tokens,
-            num_heads,
-            max_query_len,
-            _DTYPES[q.dtype],
-            _DTYPES[kv_cache.dtype],
-            q.data_ptr(),
-            q.stride(0),
-            q.stride(1),
-            kv_cache.data_ptr(),
-            kv_cache.stride(0),
-            kv_cache.stride(1),
-            page_size,
-            num_pages,
-            block_table.data_ptr(),
-            block_table.stride(0),
+            *(batch, num_tokens, num_heads, max_query_len),
+            *(_DTYPES[q.dtype], _DTYPES[kv_cache.dtype]),
+            *(q.data_ptr(), q.stride(0), q.stride(1)),
+            *(kv_cache.data_ptr(), kv_cache.stride(0), kv_cache.stride(1), page_size, num_pages),
+            *(block_table.data_ptr(), block_table.stride(0)),
             *_pointers(seq_lens, query_start_loc, tree_rows, depths, ancestors),
-            tree_width,
-            ancestor_width,
-            softmax_scale,
-            kv_scale,
-            out.data_ptr(),
-            out.stride(0),
-            out.stride(1),
+            *(tree_width, ancestor_width, softmax_scale, kv_scale),
+            *(out.data_ptr(), out.stride(0), out.stride(1)),
             *_pointers(lse, workspace),
             0 if workspace is None else workspace.numel(),
+            planned,
         ),
         q.device,
+    )
+
+
+def _check_requests(
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    tree_rows: Tensor | None,
+    depths: Tensor | None,
+    ancestors: Tensor | None,
+) -> tuple[int, int]:
+    """What verify_attn says of its requests; the tree state's T and A, 0 without trees."""
+    batch = seq_lens.shape[0]
+    _check("seq_lens", seq_lens, torch.int32, batch)
+    _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
+    if tree_rows is None:
+        return 0, 0
+    if depths is None or ancestors is None:
+        raise ValueError("depths and ancestors must be given with tree_rows, got None")
+    num_tree_rows, tree_width, ancestor_width = ancestors.shape
+    _check("tree_rows", tree_rows, torch.int32, batch)
+    _check("depths", depths, torch.int32, num_tree_rows, tree_width)
+    _check("ancestors", ancestors, torch.int32, num_tree_rows, tree_width, ancestor_width)
+    return tree_width, ancestor_width
+
+
+_native_verify_attn_plan = _operator("kdtree_verify_attn_plan")
+
+
+def verify_attn_plan(
+    num_tokens: int,
+    num_heads: int,
+    q_dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    page_size: int,
+    block_table: Tensor,
+    seq_lens: Tensor,
+    query_start_loc: Tensor,
+    max_query_len: int,
+    tree_rows: Tensor | None,
+    depths: Tensor | None,
+    ancestors: Tensor | None,
+    workspace: Tensor | None,
+) -> None:
+    """Write the plan of a step's verify_attn calls into their workspace, once for all layers.
+
+    num_tokens, num_heads, q_dtype, kv_dtype, page_size and block_table must be those of the calls
+    (of the table only its sizes), the other tensors too, with the same values in them. Nothing to
+    do on the CPU.
+    """
+    tree_width, ancestor_width = _check_requests(
+        seq_lens, query_start_loc, tree_rows, depths, ancestors
+    )
+    device, stream = _device_and_stream(seq_lens)
+    seq_lens_etc = (seq_lens, query_start_loc, tree_rows, depths, ancestors)
+    names = ("seq_lens", "query_start_loc", "tree_rows", "depths", "ancestors")
+    _native_verify_attn_plan(
+        native.VerifyAttnParams(
+            device=device,
+            stream=stream,
+            batch=seq_lens.shape[0],
+            num_tokens=num_tokens,
+            num_heads=num_heads,
+            max_query_len=max_query_len,
+            q_dtype=_DTYPES[q_dtype],
+            kv_dtype=_DTYPES[kv_dtype],
+            page_size=page_size,
+            block_table_stride=block_table.stride(0),
+            tree_width=tree_width,
+            ancestor_width=ancestor_width,
+            workspace=None if workspace is None else workspace.data_ptr(),
+            workspace_bytes=0 if workspace is None else workspace.numel(),
+            **dict(zip(names, _pointers(*seq_lens_etc), strict=True)),
+        ),
+        seq_lens.device,
     )
 
 
@@ -344,7 +398,7 @@ def verify_attn_workspace(
         kv_dtype=_DTYPES[kv_cache.dtype],
         page_size=kv_cache.shape[1],
         num_pages=kv_cache.shape[0],
-        block_table_stride=block_table.shape[1],
+        block_table_stride=block_table.stride(0),
     )
     return int(native.load().kdtree_verify_attn_workspace(ctypes.byref(params)))
 

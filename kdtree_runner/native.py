@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import NoReturn
 
 LIBRARY = "libkdtree_kernels_c.so"
-ABI_VERSION = 1
+ABI_VERSION = 2
 
 CPU, CUDA = 0, 1  # kdtree_device
 FLOAT32, BFLOAT16, FLOAT8_E4M3 = 0, 1, 2  # kdtree_dtype
@@ -119,6 +119,7 @@ class VerifyAttnParams(Structure):
         ("lse", c_void_p),
         ("workspace", c_void_p),
         ("workspace_bytes", c_size_t),
+        ("planned", c_int32),
     )
 
 
@@ -168,6 +169,7 @@ OPERATORS: dict[str, type[Structure]] = {
     "kdtree_build_candidates": CandidatesParams,
     "kdtree_build_select": SelectParams,
     "kdtree_build_ddtree": BuildParams,
+    "kdtree_verify_attn_plan": VerifyAttnParams,
     "kdtree_verify_attn": VerifyAttnParams,
     "kdtree_tree_accept": AcceptParams,
     "kdtree_kv_commit": CommitParams,

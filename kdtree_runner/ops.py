@@ -50,6 +50,7 @@ _TREE_OUTPUTS = (
 build_candidates = _operator("values", "ids", "lse")(kernels.build_candidates)
 build_select = _operator(*_TREE_OUTPUTS)(kernels.build_select)
 build_ddtree = _operator(*_TREE_OUTPUTS)(kernels.build_ddtree)
+verify_attn_plan = _operator("workspace")(kernels.verify_attn_plan)
 verify_attn = _operator("out", "lse", "workspace")(kernels.verify_attn)
 tree_accept = _operator("path", "emitted", "num_emitted")(kernels.tree_accept)
 kv_commit = _operator("layers")(kernels.kv_commit)

@@ -31,7 +31,7 @@
 extern "C" {
 #endif
 
-#define KDTREE_ABI_VERSION 1
+#define KDTREE_ABI_VERSION 2
 #define KDTREE_MAX_NODES 255    /* N, without the root */
 #define KDTREE_MAX_DEPTH 32     /* L */
 #define KDTREE_MAX_TOPK 64      /* K */
@@ -173,6 +173,7 @@ typedef struct kdtree_verify_attn_params {
   float* lse; /* out [num_tokens, H] natural log-sum-exp of the scaled scores, or NULL */
   void* workspace;
   size_t workspace_bytes; /* at least kdtree_verify_attn_workspace() */
+  int32_t planned;        /* 0, or 1: the workspace holds the plan of this step, see below */
 } kdtree_verify_attn_params;
 
 /* Walk each tree by the target's token at each node. Row r of request b is node r - row_start[b]. A
@@ -223,6 +224,12 @@ KDTREE_API kdtree_status kdtree_build_candidates(const kdtree_candidates_params*
 KDTREE_API kdtree_status kdtree_build_select(const kdtree_select_params* params);
 KDTREE_API kdtree_status kdtree_build_ddtree(const kdtree_build_params* params);
 KDTREE_API kdtree_status kdtree_verify_attn(const kdtree_verify_attn_params* params);
+/* Writes into the workspace how the work of verify_attn is cut. The plan depends on the sizes, the
+ * dtypes, the page size, seq_lens, query_start_loc, tree_rows, depths and ancestors, and on nothing
+ * else: made once a step, it serves the verify_attn calls of all layers, with `planned` set, the
+ * same workspace and the same values in all of these. q, kv_cache, block_table, out and lse are not
+ * looked at. On the CPU there is nothing to plan. */
+KDTREE_API kdtree_status kdtree_verify_attn_plan(const kdtree_verify_attn_params* params);
 /* Bytes of workspace that a verify_attn call with these sizes needs; 0 on the CPU. Reads sizes
  * only, no pointers. */
 KDTREE_API size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params);

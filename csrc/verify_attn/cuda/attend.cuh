@@ -31,12 +31,11 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
       }
       for (int i = 0; i < kUnitRing; i++) ptx::barrier_init(L::unit(i), 1);
       ptx::fence_barrier_init();
-      reinterpret_cast<Dealer*>(shared + L::kDealer)->reset();
     }
     __syncthreads();
     ptx::wait_for_previous_grid();
     ptx::launch_next_grid();
-    // 64 K registers: 128 * 184 + 256 * 160.
+    // 64 K registers: 384 * 168 >= 128 * 184 + 256 * 160.
     if (threadIdx.x < 32 * kScoreWarps) {
       ptx::grow_registers<184>();
       run_score_warps<kStages, Cache>(a);

@@ -10,7 +10,7 @@ namespace kdtree::cuda {
 constexpr int kCombineWarps =
     8;  // warp w adds splits w, w + 8, ...; then ((0+1)+(2+3))+((4+5)+(6+7))
 constexpr int kCombineColumns = 256;  // of a CTA: 8 a lane
-constexpr int kLoadsInFlight = 6;     // of 16 bytes a thread
+constexpr int kWarpSplits = (kMaxSplits + kCombineWarps - 1) / kCombineWarps;
 
 __device__ __forceinline__ float sum_of_eight(const float* x, int stride) {
   return ((x[0] + x[stride]) + (x[2 * stride] + x[3 * stride])) +
@@ -53,33 +53,29 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   float max = -INFINITY, weight_sum = 0.f, out[8];
 #pragma unroll
   for (int e = 0; e < 8; e++) out[e] = 0.f;
-  for (int first = 0; first < num_splits; first += kLoadsInFlight * kCombineWarps) {
-    uint4 part[kLoadsInFlight];
-    float2 sum[kLoadsInFlight];
+  uint4 part[kWarpSplits];  // all at once: one latency
+  float2 sum[kWarpSplits];
 #pragma unroll
-    for (int j = 0; j < kLoadsInFlight; j++) {
-      const int split = first + j * kCombineWarps + warp;
-      if (split >= num_splits) continue;
-      part[j] = __ldcg(
-          reinterpret_cast<const uint4*>(partial_out + static_cast<int64_t>(split) * kValueDim));
-      sum[j] = __ldcg(partial_sum + split);
-    }
-    if (first == 0) {
-      for (int s = lane; s < num_splits; s += 32) max = fmaxf(max, __ldcg(&partial_sum[s].x));
+  for (int j = 0; j < kWarpSplits; j++) {
+    const int split = j * kCombineWarps + warp;
+    if (split >= num_splits) continue;
+    sum[j] = __ldcg(partial_sum + split);
+    part[j] = __ldcg(
+        reinterpret_cast<const uint4*>(partial_out + static_cast<int64_t>(split) * kValueDim));
+  }
+  for (int s = lane; s < num_splits; s += 32) max = fmaxf(max, __ldcg(&partial_sum[s].x));
 #pragma unroll
-      for (int d = 16; d > 0; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
-    }
+  for (int d = 16; d > 0; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
 #pragma unroll
-    for (int j = 0; j < kLoadsInFlight; j++) {
-      if (first + j * kCombineWarps + warp >= num_splits) continue;
-      const float weight = __fmul_rn(ptx::exp2(sum[j].x - max), sum[j].y);
-      weight_sum = __fadd_rn(weight_sum, weight);
-      const uint32_t pairs[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
+  for (int j = 0; j < kWarpSplits; j++) {
+    if (j * kCombineWarps + warp >= num_splits) continue;
+    const float weight = __fmul_rn(ptx::exp2(sum[j].x - max), sum[j].y);
+    weight_sum = __fadd_rn(weight_sum, weight);
+    const uint32_t pairs[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
 #pragma unroll
-      for (int e = 0; e < 8; e++) {
-        const uint32_t bits = e & 1 ? pairs[e / 2] & 0xffff0000u : pairs[e / 2] << 16;
-        out[e] = __fmaf_rn(weight, __uint_as_float(bits), out[e]);
-      }
+    for (int e = 0; e < 8; e++) {
+      const uint32_t bits = e & 1 ? pairs[e / 2] & 0xffff0000u : pairs[e / 2] << 16;
+      out[e] = __fmaf_rn(weight, __uint_as_float(bits), out[e]);
     }
   }
   float4* const mine = reinterpret_cast<float4*>(&sums[warp][lane * 8]);

@@ -7,7 +7,7 @@
 //   full[stage]     the cache rows are there                    value warps -> score warps, value
 //   warps weights[stage]  P, factors (and 1 / sum at a unit's end)     score warps -> value warps
 //   empty[stage]    all value warps are done with all of these   value warps -> value warps
-//   unit[i]         entry i of the unit ring is written          value warp 0 -> score warps
+//   unit[i]         entry i of the unit ring is there            value warp 0 -> all
 #pragma once
 
 #include "common/ptx.cuh"
@@ -39,7 +39,11 @@ struct Feed {
 };
 
 // Named barriers; 1 to 4 are the exchanges of partial scores.
-constexpr int kExchangeBarrier = 1, kValueBarrier = 13, kScoreBarrier = 14;
+constexpr int kExchangeBarrier = 1, kScoreBarrier = 14;
+
+// Units that a CTA keeps. Value warp 0 fetches unit i + 1 when it begins unit i. Any other warp may
+// still be kStages - 1 tiles, and so that many units, behind.
+constexpr int kUnitRing = 8;
 
 extern __shared__ __align__(128) char shared[];
 
@@ -57,8 +61,7 @@ struct Layout {
   static constexpr int kInverse = kFactors + kStages * kMaxRows * 4;
   static constexpr int kUnits = kInverse + kStages * kMaxRows * 4;
   static constexpr int kFeeds = kUnits + kUnitRing * static_cast<int>(sizeof(Unit));
-  static constexpr int kDealer = kFeeds + kValueWarps * static_cast<int>(sizeof(Feed));
-  static constexpr int kBarriers = kDealer + static_cast<int>(sizeof(Dealer));
+  static constexpr int kBarriers = kFeeds + kValueWarps * static_cast<int>(sizeof(Feed));
   static constexpr int kBytes = kBarriers + (3 * kStages + kUnitRing) * 8;
   static_assert(kBarriers % 8 == 0 && kUnits % 16 == 0);
 
@@ -67,6 +70,7 @@ struct Layout {
   __device__ static uint32_t empty(uint32_t stage) { return full(kStages + stage); }
   __device__ static uint32_t weights(uint32_t stage) { return full(2 * kStages + stage); }
   __device__ static uint32_t unit(uint32_t index) { return full(3 * kStages + index % kUnitRing); }
+  __device__ static uint32_t unit_parity(uint32_t index) { return (index / kUnitRing) & 1; }
   __device__ static const volatile Unit& unit_at(uint32_t index) {
     return reinterpret_cast<const volatile Unit*>(shared + kUnits)[index % kUnitRing];
   }

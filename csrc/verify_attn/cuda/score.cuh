@@ -164,17 +164,17 @@ __device__ __forceinline__ void set_zero(float (&s)[4][4]) {
     for (int e = 0; e < 4; e++) s[j][e] = 0.f;
 }
 
-// How far a score warp is: tiles and units before, mod 2^29 and 8, which rings and parities are
+// How far a score warp is: tiles and units before, mod 2^28 and 16, which rings and parities are
 // made of. In one register.
 class Progress {
  public:
-  __device__ uint32_t unit() const { return bits_ & 7; }
-  __device__ uint32_t tile() const { return bits_ >> 3; }
-  __device__ void next_tile() { bits_ += 8; }
-  __device__ void next_unit() { bits_ = (bits_ & ~7u) | ((bits_ + 1) & 7); }
+  __device__ uint32_t unit() const { return bits_ & 15; }
+  __device__ uint32_t tile() const { return bits_ >> 4; }
+  __device__ void next_tile() { bits_ += 16; }
+  __device__ void next_unit() { bits_ = (bits_ & ~15u) | ((bits_ + 1) & 15); }
 
  private:
-  static_assert(8 % (2 * kUnitRing) == 0);
+  static_assert(16 % (2 * kUnitRing) == 0);
   uint32_t bits_ = 0;
 };
 
@@ -407,16 +407,26 @@ class ScoreUnit {
                                               float (&s)[4][4]) const {
     const int chain = part_ & 1, half = kRowTiles == 2 ? 0 : part_ >> 1;
     const uint32_t keys = key_address(stage) + half * 16 * kRowBytes + chain * kChain * 32;
-    set_zero(s);
-#pragma unroll
-    for (int i = 0; i < kChain; i++)
+    constexpr int kDepth = 4;  // steps read ahead, and one in use: ldmatrix takes longer than mma
+    uint32_t k[kDepth][kGroups][4];
+    const auto read = [&](int step) {
 #pragma unroll
       for (int j = 0; j < kGroups; j++) {
-        uint32_t k[4];
-        ptx::load_matrix(k, keys + j * 16 * kRowBytes + i * 32);
-        ptx::mma(s[2 * j], q[i], k[0], k[1]);
-        ptx::mma(s[2 * j + 1], q[i], k[2], k[3]);
+        ptx::load_matrix(k[step % kDepth][j], keys + j * 16 * kRowBytes + step * 32);
       }
+    };
+    set_zero(s);
+#pragma unroll
+    for (int i = 0; i < kDepth - 1; i++) read(i);
+#pragma unroll
+    for (int i = 0; i < kChain; i++) {
+      if (i + kDepth - 1 < kChain) read(i + kDepth - 1);
+#pragma unroll
+      for (int j = 0; j < kGroups; j++) {
+        ptx::mma(s[2 * j], q[i], k[i % kDepth][j][0], k[i % kDepth][j][1]);
+        ptx::mma(s[2 * j + 1], q[i], k[i % kDepth][j][2], k[i % kDepth][j][3]);
+      }
+    }
   }
 
   // Partial scores to the row tile's first warp, as they are in registers. Part p holds chain p mod
@@ -496,7 +506,7 @@ __device__ __forceinline__ void run_score_warps(const Args& a) {
   using L = Layout<kStages>;
   Progress at;
   while (true) {
-    ptx::barrier_wait(L::unit(at.unit()), (at.unit() / kUnitRing) & 1);
+    ptx::barrier_wait(L::unit(at.unit()), L::unit_parity(at.unit()));
     const int num_rows = L::unit_at(at.unit()).num_rows;
     if (num_rows == 0) return;
     if (num_rows <= 16) {

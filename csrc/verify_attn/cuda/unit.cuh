@@ -1,4 +1,5 @@
-// How the work of a call is cut into units, all from lengths on the device.
+// How the work of a call is cut into units, all from lengths on the device. The list of units is
+// made once a step (plan_kernel): it is the same for all layers.
 //
 // A row is one head of one token. Its virtual positions (the base tokens, its ancestors, itself)
 // are cut into splits of split_size(length) positions; each split is an online softmax over its
@@ -42,10 +43,11 @@ __host__ __device__ __forceinline__ int split_size(int length) {
   return size < kMinSplit ? kMinSplit : size;
 }
 
-// Where value column `column` is in a partial result: 64 columns are kept as mma has them, so that
-// a lane writes whole sectors. Of each 8 columns a lane has two; its 16 are together.
+// Where value column `column` is in a partial result: 64 columns are kept as mma has them. Of each
+// 8 columns a lane has two; those of four n-tiles are 16 bytes, and the four lanes of a row follow
+// each other, so that one store of a warp fills whole sectors.
 __device__ __forceinline__ int partial_index(int column) {
-  return (column & ~63) + (column >> 1 & 3) * 16 + (column >> 3 & 7) * 2 + (column & 1);
+  return (column & ~31) + (column >> 1 & 3) * 8 + (column >> 3 & 3) * 2 + (column & 1);
 }
 
 // a / b for a >= 0, b > 0; a fraction of the latency of integer division.
@@ -86,6 +88,8 @@ struct Args {
   int head_tiles;               // row tiles of one token
   uint32_t tile_heads_inverse;  // ceil(2^16 / tile_heads)
   int num_slots;                // splits a row can have
+  struct Unit* units;           // the plan, in the order in which they are begun
+  int num_ctas;                 // of attend_kernel
   float score_scale;            // times log2(e)
   float out_scale;
 };
@@ -145,7 +149,7 @@ struct Request {
 
 // Up to 64 rows of one request over one split: virtual positions [begin, end).
 struct Unit {
-  int num_rows;  // 0: no work left
+  int num_rows;  // 0: the end of the plan
   int token;     // row of q of its first token
   int head;      // first head
   int slot;      // split
@@ -163,10 +167,16 @@ struct Unit {
     return static_cast<unsigned>(end - begin + kTile - 1) / kTile;
   }
 };
-constexpr int kUnitRing = 4;
 
-// Kinds of units, the largest first, so that the last ones dealt out are small.
+// Kinds of units, the largest first, so that the last ones begun are small.
 enum Kind { kFullTiles = 0, kLastTile = 1, kPrivate = 2, kNumKinds = 3 };
+
+// Upper bound of the units of `tokens` tokens.
+__host__ __device__ __forceinline__ int64_t max_units(const Args& a, int64_t tokens) {
+  const int64_t tiles = tokens / a.tile_tokens + (tokens < a.batch ? tokens : a.batch);
+  const int64_t sizes = 2 + tokens / (kSplitStep * kMaxSplits);  // split sizes of a request
+  return a.head_tiles * (2 * tokens + tiles * sizes * a.num_slots);
+}
 
 __device__ __forceinline__ int count_units(const Args& a, const Request& r, int kind) {
   const int tokens = r.num_tokens();
@@ -232,71 +242,10 @@ __device__ __forceinline__ bool private_unit(const Args& a, const Request& r, in
   return u.begin < length;
 }
 
-// Deals the units out: CTA c gets units c, 2G - 1 - c, 2G + c, 4G - 1 - c ... of G CTAs, which
-// evens out a list that goes from large to small. Lives in shared memory; all 32 lanes of one warp
-// call next() together.
-class Dealer {
- public:
-  __device__ void reset() { *this = Dealer(); }
-
-  __device__ void next(const Args& a, int lane, Unit& out) {
-    Dealer d = *this;
-    Unit u = {};  // defined on every path, or its registers stay taken
-    while (!d.take(a, lane, u)) {
-    }
-    __syncwarp();
-    if (lane == 0) {
-      *this = d;
-      out = u;
-    }
-    __syncwarp();
-  }
-
- private:
-  // True: u is the next unit, or the end of the list. False: there is nothing to do for that unit.
-  __device__ bool take(const Args& a, int lane, Unit& u) {
-    const int grid = static_cast<int>(gridDim.x), cta = static_cast<int>(blockIdx.x);
-    const int index = round * grid + (round & 1 ? grid - 1 - cta : cta);
-    ++round;
-    int before = 0;
-    if (!find(a, index, lane, u.request, before)) {
-      u.num_rows = 0;
-      return true;
-    }
-    u.pages = u.request * a.block_table_stride;
-    const Request r(a, u.request);
-    return kind == kPrivate ? private_unit(a, r, index - before, u)
-                            : shared_unit(a, r, kind, index - before, u);
-  }
-
-  // The request of unit `index`, and how many units come before the request's; indices never go
-  // down.
-  __device__ bool find(const Args& a, int index, int lane, int& request, int& before) {
-    for (; kind < kNumKinds; ++kind, block = 0) {
-      for (; block < a.batch; block += 32) {
-        const int b = block + lane;
-        const int count = b < a.batch ? count_units(a, Request(a, b), kind) : 0;
-        int sum = count;
-#pragma unroll
-        for (int step = 1; step < 32; step *= 2) {
-          const int lower = __shfl_up_sync(~0u, sum, step);
-          if (lane >= step) sum += lower;
-        }
-        const unsigned found = __ballot_sync(~0u, index < before_block + sum);
-        if (found != 0) {
-          const int at = __ffs(found) - 1;
-          request = block + at;
-          before = before_block + __shfl_sync(~0u, sum - count, at);
-          return true;
-        }
-        before_block += __shfl_sync(~0u, sum, 31);
-      }
-    }
-    return false;
-  }
-
-  int round = 0;
-  int kind = 0, block = 0, before_block = 0;  // where the search goes on
-};
+// The unit that a CTA does in its round: c, 2G - 1 - c, 2G + c, 4G - 1 - c ... of G CTAs, which
+// evens out a list that goes from large to small. Below the length of the plan + 2 G.
+__device__ __forceinline__ uint32_t dealt_unit(uint32_t round) {
+  return round * gridDim.x + (round & 1 ? gridDim.x - 1 - blockIdx.x : blockIdx.x);
+}
 
 }  // namespace kdtree::cuda

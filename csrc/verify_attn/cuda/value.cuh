@@ -133,19 +133,15 @@ class ValueWarp {
 
   __device__ __forceinline__ void run() {
     start_feed(0, 0, 0, ((ptx::thread_index() >> 5) - kScoreWarps) / kFetchWarps);
-    if (is_dealer()) deal(0);
-    ptx::sync_threads(kValueBarrier, 32 * kValueWarps);
-    while (L::unit_at(feed().unit).num_rows != 0) {
-      start_feed(feed().unit, feed().first, feed().first + L::unit_at(feed().unit).num_tiles(),
-                 feed().made);
-      if (feed().unit == 0)
-        bring_ahead(false);  // nothing is there yet: before the next unit is dealt
-      if (is_dealer()) deal(feed().unit + 1);
-      // Entries i and i + 1 can be read; entry i + 2 takes the place of i - 2, which nobody needs
-      // any more.
-      ptx::sync_threads(kValueBarrier, 32 * kValueWarps);
-      bring_ahead(true);
-      const int num_rows = L::unit_at(feed().unit).num_rows;
+    fetch_unit(0);
+    while (true) {
+      const uint32_t unit = feed().unit;
+      ptx::barrier_wait(L::unit(unit), L::unit_parity(unit));
+      const int num_rows = L::unit_at(unit).num_rows;
+      if (num_rows == 0) return;
+      fetch_unit(unit + 1);
+      start_feed(unit, feed().first, feed().first + L::unit_at(unit).num_tiles(), feed().made);
+      bring_ahead();
       if (num_rows <= 16) {
         attend<1>();
       } else if (Cache::kMaxRowTiles == 2 || num_rows <= 32) {
@@ -158,16 +154,12 @@ class ValueWarp {
   }
 
  private:
-  __device__ __forceinline__ static bool is_dealer() {
-    return ptx::thread_index() >> 5 == kScoreWarps;
-  }
-
-  // Writes entry `index` of the unit ring. Value warp 0.
-  __device__ __forceinline__ void deal(uint32_t index) {
-    const int lane = ptx::thread_index() & 31;
-    Unit* const ring = reinterpret_cast<Unit*>(shared + L::kUnits);
-    reinterpret_cast<Dealer*>(shared + L::kDealer)->next(a_, lane, ring[index % kUnitRing]);
-    if (lane == 0) ptx::barrier_arrive(L::unit(index));
+  // Value warp 0 copies the unit of this CTA's round to the ring.
+  __device__ __forceinline__ void fetch_unit(uint32_t round) const {
+    if (ptx::thread_index() != 32 * kScoreWarps) return;
+    ptx::barrier_arrive_expect(L::unit(round), sizeof(Unit));
+    ptx::copy_bulk(L::address(L::kUnits) + round % kUnitRing * sizeof(Unit),
+                   a_.units + dealt_unit(round), sizeof(Unit), L::unit(round));
   }
 
   __device__ __forceinline__ volatile Feed& feed() const { return L::feed(); }
@@ -185,22 +177,21 @@ class ValueWarp {
     __syncwarp();
   }
 
-  // Fills the stages, from this unit only or from the next one too.
-  __device__ __forceinline__ void bring_ahead(bool with_next) {
-    while (feed().made < feed().first + kStages && (with_next || feed().made < feed().end) &&
-           bring(with_next)) {
+  // Fills the stages.
+  __device__ __forceinline__ void bring_ahead() {
+    while (feed().made < feed().first + kStages && bring()) {
     }
   }
 
   // Brings this warp's next tile, of this unit or the next one; false when there is none yet.
-  __device__ __forceinline__ bool bring(bool with_next = true) {
+  __device__ __forceinline__ bool bring() {
     const uint32_t made = feed().made;
     if constexpr (std::is_same_v<Cache, Fp8Cache>) {
       // Tile `made` is in registers, if there is one; the tile after it takes its place.
       if (!holds_) holds_ = load(made);
       if (!holds_) return false;
       producer_.store(made);
-      holds_ = (with_next || made + 1 < feed().end) && load(made + 1);
+      holds_ = load(made + 1);
     } else {
       uint32_t index = made - feed().first;
       const int unit = find_unit(index);
@@ -222,12 +213,14 @@ class ValueWarp {
   }
 
   // The unit of tile `index` from this unit's first one on, this one or the next, and its index
-  // there; -1: none yet.
+  // there; -1: not known yet, or none.
   __device__ __forceinline__ int find_unit(uint32_t& index) const {
     const uint32_t unit = feed().unit;
     const uint32_t tiles = L::unit_at(unit).num_tiles();
     if (index < tiles) return static_cast<int>(unit);
     index -= tiles;
+    // Seen by all lanes, or by none.
+    if (!__all_sync(~0u, ptx::barrier_test(L::unit(unit + 1), L::unit_parity(unit + 1)))) return -1;
     const volatile Unit& next = L::unit_at(unit + 1);
     return next.num_rows != 0 && index < static_cast<uint32_t>(next.num_tiles())
                ? static_cast<int>(unit) + 1
@@ -331,7 +324,7 @@ class ValueWarp {
     const int64_t place =
         static_cast<int64_t>(u.token - a_.first_token) * a_.num_heads + u.head + row;
     __nv_bfloat16* to = a_.partial_out + (place * a_.num_slots + u.slot) * kValueDim +
-                        ((thread >> 5) - kScoreWarps) * 64 + lane * 16;
+                        ((thread >> 5) - kScoreWarps) * 64 + lane * 8;
     const int64_t step = static_cast<int64_t>(a_.num_slots) * 8 * kValueDim;
 #pragma unroll
     for (int h = 0; h < 2 * kRowTiles; h++, to += step) {
@@ -343,7 +336,7 @@ class ValueWarp {
       }
       if (inverse[h] != 0.f) {
         reinterpret_cast<uint4*>(to)[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        reinterpret_cast<uint4*>(to)[1] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+        reinterpret_cast<uint4*>(to)[4] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
       }
     }
   }
