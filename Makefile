@@ -9,7 +9,7 @@ TEST_JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/tests/*')
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: venv demo test test-native test-python lint format native clean
+.PHONY: venv demo test native-tests test-native cubins cubins-table test-python lint format native clean
 
 venv: $(VENV)/.package
 
@@ -30,12 +30,24 @@ native: venv
 demo: venv
 	$(BIN)/kdtree demo
 
-test: test-native test-python
+test: test-native cubins test-python
 
-test-native: venv
-	$(BIN)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DKDTREE_TESTS=ON
+# With the CUDA operators where there is an nvcc; a GPU is not needed to build them.
+native-tests: venv
+	$(BIN)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
+	  -DKDTREE_TESTS=ON -DKDTREE_CUDA=$(or $(KDTREE_CUDA),AUTO)
 	$(BIN)/cmake --build build/tests
+
+test-native: native-tests
 	$(BIN)/ctest --test-dir build/tests --output-on-failure
+
+# Registers, shared memory and instructions of the GPU code, and the table of them in the docs.
+CUBINS := scripts/check_cubins.py --lib build/tests/libkdtree_kernels_c.so
+cubins: native-tests
+	$(BIN)/python $(CUBINS) --docs docs/kernels.md --skip-cpu
+
+cubins-table: native-tests
+	$(BIN)/python $(CUBINS) --write docs/kernels.md
 
 test-python: venv
 	$(BIN)/python -m pytest -n $(TEST_JOBS) --dist loadfile $(PYTEST_ARGS)

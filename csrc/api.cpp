@@ -284,6 +284,12 @@ const char* kdtree_build_info(void) {
 #endif
 }
 
+#ifndef KDTREE_CUDA_ARCHS  // with CUDA: cuda_resources.cu
+const char* kdtree_cuda_shared_memory(void) {
+  return "";
+}
+#endif
+
 const char* kdtree_last_error(void) {
   return kdtree::last_error();
 }

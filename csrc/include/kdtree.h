@@ -247,6 +247,10 @@ KDTREE_API int32_t kdtree_max_qlen(void);
 KDTREE_API const char* kdtree_version(void);
 /* Devices built in: "cpu" or "cpu;cuda:90a,100f,120f". */
 KDTREE_API const char* kdtree_build_info(void);
+/* Dynamic shared memory that launches of CUDA kernels ask for at most: lines of the start of a
+ * kernel's name, a blank, bytes; "" without CUDA. Kernels that are not named take none. For checks
+ * of the build: machine code tells static memory only. */
+KDTREE_API const char* kdtree_cuda_shared_memory(void);
 /* Message of this thread's last failure, "" when there was none. Valid until the thread's next
  * call. */
 KDTREE_API const char* kdtree_last_error(void);

@@ -51,11 +51,6 @@ struct Candidates {
 constexpr int64_t kNoCandidate = -(int64_t{1} << 61);
 constexpr int64_t kLeastScore = -(int64_t{1} << 60);
 
-constexpr int candidate_bytes(int horizon, int topk) {
-  return (horizon + 1) * (topk + 1) * static_cast<int>(sizeof(int64_t) + sizeof(int32_t));
-}
-static_assert(candidate_bytes(KDTREE_MAX_DEPTH, KDTREE_MAX_TOPK) == 25740, "check_cubins.py");
-
 // ---- candidates
 // ------------------------------------------------------------------------------------------
 
@@ -334,7 +329,7 @@ kdtree_status build_select(const kdtree_select_params& p) {
                       : num_tokens <= 128 ? select_kernel<4>
                                           : select_kernel<8>;
   return launch("kdtree_build_select", kernel, dim3(static_cast<unsigned>(p.batch)), kThreads, 1,
-                candidate_bytes(p.horizon, p.topk), p.stream, p);
+                select_shared_bytes(p.horizon, p.topk), p.stream, p);
 }
 
 }  // namespace kdtree::cuda
