@@ -1,4 +1,4 @@
-"""The command `kdtree`: `demo`, `verify` and `doctor`."""
+"""The command `kdtree`: `demo`, `verify`, `doctor` and `bench ops`."""
 
 from __future__ import annotations
 
@@ -13,16 +13,18 @@ from kdtree_runner.cli import options
 from kdtree_runner.cli.errors import CommandError, ExitCode
 from kdtree_runner.config import UnsupportedError
 
-# name -> (one line of help, flags). The command itself is kdtree_runner.cli.<name>.run, imported
-# when it is called: `kdtree --help` must not wait for torch.
+# name -> (one line of help, flags). The command itself is kdtree_runner.cli.<name>.run, a blank as
+# an underscore, imported when it is called: `kdtree --help` must not wait for torch.
 COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "demo": ("watch plain, chain and DDTree decoding with the miniature pair", options.add_demo),
     "verify": ("prove that DDTree's output is the baseline's, token for token", options.add_verify),
     "doctor": ("say whether DDTree can run here, and if not, why", options.add_doctor),
+    "bench ops": ("time the GPU's operators beside their peers", options.add_bench_ops),
 }
+GROUPS = {"bench": "measure"}  # first words of commands of two
 EXIT_CODES = (
     "exit codes: 0 all is well; 1 the outputs differ (doctor: DDTree cannot run here); "
-    "2 a user's mistake; 3 an engine failed, or the check checked nothing"
+    "2 a user's mistake; 3 an engine or operator failed, or the check checked nothing"
 )
 
 
@@ -32,9 +34,18 @@ def make_parser() -> argparse.ArgumentParser:
         prog="kdtree", description="DDTree speculative decoding in vLLM.", epilog=EXIT_CODES
     )
     parser.add_argument("--version", action="version", version=f"kdtree {__version__}")
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    places = {"": commands}
+    for group, summary in GROUPS.items():
+        words = commands.add_parser(group, help=summary, description=summary, epilog=EXIT_CODES)
+        places[group] = words.add_subparsers(required=True, metavar="WHAT")
     for name, (summary, add_flags) in COMMANDS.items():
-        add_flags(commands.add_parser(name, help=summary, description=summary, epilog=EXIT_CODES))
+        group, _, word = name.rpartition(" ")
+        command = places[group].add_parser(
+            word, help=summary, description=summary, epilog=EXIT_CODES
+        )
+        command.set_defaults(command=name)
+        add_flags(command)
     return parser
 
 
@@ -47,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; returns its exit code."""
     args = make_parser().parse_args(argv)
     signal.signal(signal.SIGTERM, _terminated)
-    command = importlib.import_module(f"kdtree_runner.cli.{args.command}")
+    command = importlib.import_module(f"kdtree_runner.cli.{args.command.replace(' ', '_')}")
     try:
         return int(command.run(args))
     except KeyboardInterrupt:

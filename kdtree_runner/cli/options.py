@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 
+from kdtree_runner.cli.bench_shapes import OPS, PEERS
 from kdtree_runner.cli.engine import CPU_KV_CACHE_GIB
 from kdtree_runner.config import DEFAULT_BUDGET, MAX_HORIZON, MAX_NODES
 
@@ -50,6 +51,19 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
 def budgets(text: str) -> list[int]:
     """A comma list of tree budgets."""
     return [integer(1, MAX_NODES)(part.strip()) for part in text.split(",")]
+
+
+def some_of(names: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    """A parser of comma lists of these names; they come in our order."""
+
+    def parse(text: str) -> tuple[str, ...]:
+        chosen = [part.strip() for part in text.split(",")]
+        for name in chosen:
+            if name not in names:
+                raise argparse.ArgumentTypeError(f"wanted some of {','.join(names)}, got {name!r}")
+        return tuple(name for name in names if name in chosen)
+
+    return parse
 
 
 def out_file(text: str) -> Path:
@@ -210,3 +224,35 @@ def add_doctor(parser: argparse.ArgumentParser) -> None:
     """Flags of `kdtree doctor`."""
     add_common(parser)
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
+
+
+def add_bench_ops(parser: argparse.ArgumentParser) -> None:
+    """Flags of `kdtree bench ops`."""
+    add_common(parser)
+    parser.add_argument(
+        "--ops",
+        type=some_of(OPS),
+        default=OPS,
+        metavar="OP[,OP...]",
+        help=f"operators (default: {','.join(OPS)})",
+    )
+    parser.add_argument(
+        "--shapes",
+        choices=("few", "all"),
+        default="few",
+        help="few: what the goals are about; all: every shape (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=("bf16", "fp8"),
+        default="bf16",
+        help="of verify_attn's cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=lambda text: () if text == "none" else some_of(PEERS)(text),
+        default=PEERS,
+        metavar="PEER[,PEER...]",
+        help=f"whom to measure too, or none (default: {','.join(PEERS)})",
+    )
+    parser.add_argument("--json", type=out_file, metavar="OUT", help="write every sample")
