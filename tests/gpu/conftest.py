@@ -46,7 +46,7 @@ def to_cuda(value: object) -> object:
 def assert_equal(got: Tensor, want: Tensor, name: str = "") -> None:
     """The same bits."""
     got = got.cpu()
-    bits = {2: torch.int16, 4: torch.int32}
+    bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
     if want.dtype.is_floating_point:
         view = bits[want.element_size()]
         got, want = got.contiguous().view(view), want.contiguous().view(view)
