@@ -20,10 +20,12 @@ class Outcome:
     timing: Timing | None = None
     problem: str | None = None
 
-    def cell(self) -> str:
+    def cell(self, ours: float | None = None) -> str:
+        """The time; beside it, how many times as long as ours it is."""
         if self.timing is None:
             return str(self.problem).split(":")[0]
-        return f"{self.timing.median:.1f}"
+        us = self.timing.median
+        return f"{us:.1f}" + (f" ({us / ours:.2f})" if ours else "")
 
     def to_dict(self) -> dict[str, Any]:
         if self.timing is None:
@@ -62,7 +64,7 @@ class Row:
             f"{self.floor:.2f}" if self.floor is not None else "-",
             # A floor of less than a tenth of a microsecond is nobody's bound.
             _ratio(ours, self.floor if self.floor and self.floor >= 0.1 else None),
-            *(self.peers[name].cell() if name in self.peers else "-" for name in peers),
+            *(self.peers[name].cell(ours) if name in self.peers else "-" for name in peers),
             _ratio(self.best_peer, ours),
         ]
 
@@ -84,6 +86,8 @@ class Table:
         names = ["us", "spread", "floor", "x floor", *peers, "best peer / ours"]
         self.names = [columns, *names]
         self.widths = [max(len(columns), 38), *(max(len(name), 7) for name in names)]
+        for i in range(5, len(names)):  # peers
+            self.widths[i] = max(self.widths[i], len("36605.8 (5.00)"))
 
     def head(self) -> str:
         rule = "|".join("-" * (width + 1) + ":" for width in self.widths)

@@ -16,7 +16,13 @@ from typing import Any
 
 from kdtree_runner.cli.devices import cpu_name
 from kdtree_runner.cli.errors import ExitCode
-from kdtree_runner.cli.features import Feature, Machine, gpu_problems, support_matrix
+from kdtree_runner.cli.features import (
+    Feature,
+    Machine,
+    describe_gpu_code,
+    gpu_problems,
+    support_matrix,
+)
 from kdtree_runner.config import ATTENTION_BACKEND, METHOD
 from kdtree_runner.platform import CPU_PLATFORM, is_cpu_build
 
@@ -110,6 +116,7 @@ def _look_at_native(findings: Findings) -> str | None:
     try:
         findings.native["version"] = native.load().kdtree_version().decode()
         findings.native["built for"] = native.build_info()
+        findings.native["GPU code"] = describe_gpu_code(native.build_info())
     except ImportError as error:
         findings.problems.append(f"native library: {error}")
         return None

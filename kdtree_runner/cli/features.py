@@ -56,6 +56,22 @@ def cuda_architectures(build_info: str) -> list[str]:
     return [name for part in parts for name in part.split(",") if name]
 
 
+GPUS = {"90": "H100, H200", "100": "B200, B300", "120": "RTX PRO 6000, RTX 50"}
+
+
+def describe_gpu_code(build_info: str) -> str:
+    """The architectures in the library, with GPUs that run each; "none" without CUDA."""
+    names = []
+    for architecture in cuda_architectures(build_info):
+        number = architecture.rstrip("af")
+        if number == architecture:
+            names.append(f"PTX {number} (GPUs to come)")
+        else:
+            gpus = GPUS.get(number)
+            names.append(f"sm_{architecture}" + (f" ({gpus})" if gpus else ""))
+    return ", ".join(names) or "none"
+
+
 def gpu_problems(gpus: Sequence[dict[str, Any]], build_info: str) -> list[str]:
     """Why the native library cannot serve these GPUs; empty when it can."""
     built = cuda_architectures(build_info)

@@ -204,7 +204,7 @@ def test_a_peer_that_fails_is_shown_with_its_reason(
         "failed",
         "missing",
         "failed",
-        "2.0",
+        "2.0 (1.00)",
         "1.00",
     ]
     report = json.loads(out.read_text())

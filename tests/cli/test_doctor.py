@@ -12,6 +12,7 @@ from kdtree_runner.cli.doctor import examine, probe
 from kdtree_runner.cli.features import (
     Machine,
     cuda_architectures,
+    describe_gpu_code,
     fits,
     gpu_problems,
     support_matrix,
@@ -69,6 +70,22 @@ def test_build_info() -> None:
     assert gpu_problems([H200], "cpu;cuda:90a") == []
     assert "wanted CUDA operators for NVIDIA H200, got 'cpu'" in gpu_problems([H200], "cpu")[0]
     assert "wanted an architecture of 9.0" in gpu_problems([H200], "cpu;cuda:120f")[0]
+
+
+def test_gpu_code_is_listed() -> None:
+    assert describe_gpu_code("cpu") == "none"
+    assert describe_gpu_code("cpu;cuda:90a") == "sm_90a (H100, H200)"
+    assert describe_gpu_code("cpu;cuda:90a,100f,120f,120") == (
+        "sm_90a (H100, H200), sm_100f (B200, B300), sm_120f (RTX PRO 6000, RTX 50), "
+        "PTX 120 (GPUs to come)"
+    )
+    assert describe_gpu_code("cpu;cuda:103a") == "sm_103a"
+
+
+def test_the_look_at_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the real look
+    monkeypatch.setattr(native, "build_info", lambda: "cpu;cuda:120f,120")
+    assert examine(GOOD).native["GPU code"].startswith("sm_120f")
 
 
 def test_matrix_gives_a_reason_for_every_no() -> None:
