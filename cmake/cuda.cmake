@@ -47,6 +47,7 @@ set(CMAKE_CUDA_EXTENSIONS OFF)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
 set(CMAKE_CUDA_FLAGS_RELEASE "-O3")
 
+set(KDTREE_CUDA_INSIDE ${KDTREE_CUDA_ARCHS})  # what kdtree_build_info() says: PTX counts too
 set(KDTREE_CUDA_OPTIONS -Xptxas=-warn-spills,-warn-lmem-usage --threads=2)
 foreach(arch IN LISTS KDTREE_CUDA_ARCHS)
   list(APPEND KDTREE_CUDA_OPTIONS "-gencode=arch=compute_${arch},code=sm_${arch}")
@@ -54,13 +55,14 @@ endforeach()
 if("120f" IN_LIST KDTREE_CUDA_ARCHS)
   # For later devices, which compile it when they load it.
   list(APPEND KDTREE_CUDA_OPTIONS "-gencode=arch=compute_120,code=compute_120")
+  list(APPEND KDTREE_CUDA_INSIDE 120)
 endif()
 
 # Adds .cu files to a target. No Torch and no shared CUDA runtime: works beside any other one.
 function(kdtree_add_cuda target)
   target_sources(${target} PRIVATE ${ARGN})
   target_compile_options(${target} PRIVATE "$<$<COMPILE_LANGUAGE:CUDA>:${KDTREE_CUDA_OPTIONS}>")
-  string(REPLACE ";" "," archs "${KDTREE_CUDA_ARCHS}")
+  string(REPLACE ";" "," archs "${KDTREE_CUDA_INSIDE}")
   target_compile_definitions(${target} PRIVATE KDTREE_CUDA_ARCHS="${archs}")
   set_target_properties(${target} PROPERTIES CUDA_RUNTIME_LIBRARY Static)
 endfunction()

@@ -245,7 +245,8 @@ KDTREE_API kdtree_status kdtree_set_cpu_threads(int32_t num_threads);
 KDTREE_API int32_t kdtree_max_qlen(void);
 /* "0.1.0+abi1" and so on: the product's version, then KDTREE_ABI_VERSION. */
 KDTREE_API const char* kdtree_version(void);
-/* Devices built in: "cpu" or "cpu;cuda:90a,100f,120f". */
+/* Devices built in: "cpu" or "cpu;cuda:90a,100f,120f,120". An architecture without a letter is PTX,
+ * for GPUs to come. */
 KDTREE_API const char* kdtree_build_info(void);
 /* Dynamic shared memory that launches of CUDA kernels ask for at most: lines of the start of a
  * kernel's name, a blank, bytes; "" without CUDA. Kernels that are not named take none. For checks

@@ -693,5 +693,6 @@ int main(int argc, char** argv) {
   test_composition(smallest);
   test_errors();
   std::printf("%d cases\n", num_cases);
+  CHECK(smallest || num_cases >= 27);
   return test::finish("cuda");
 }

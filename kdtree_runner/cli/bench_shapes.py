@@ -39,7 +39,7 @@ CARDS = (
 
 def card_of(gpu: str) -> Card | None:
     """The model of the GPU of this name, if there is one."""
-    return next((card for card in CARDS if card.name in gpu), None)
+    return next((card for card in CARDS if f" {card.name}" in f" {gpu}"), None)
 
 
 @dataclass(frozen=True)

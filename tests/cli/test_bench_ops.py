@@ -96,7 +96,7 @@ def test_floors_of_other_operators() -> None:
     assert CommitShape(1, "identity").least(h200) == 0
     assert CommitShape(32).least(rtx) == pytest.approx(17.6, rel=0.02)
     assert VerifyShape(1, 1, 8, 32768, "fp8").least(h200) == pytest.approx(4.4, rel=0.01)
-    assert card_of("NVIDIA A100") is None
+    assert card_of("NVIDIA GH200 480GB") is None
 
 
 def test_shapes() -> None:
