@@ -126,9 +126,30 @@ class VerifyInputs:
         self.tree = (self.rows, depths.to(device), ancestors.to(device))
         size_of = ops.verify_attn_workspace(self.q, self.cache, self.table, t)
         self.workspace = torch.empty(size_of, dtype=torch.uint8, device=device)
+        self._plan(*self.tree)
 
     def run(self) -> None:
+        if self.shape.what == "plan + layer":
+            self._plan(*self.tree)
         self._verify(*self.tree)
+
+    def _plan(self, rows: Tensor | None, depths: Tensor | None, ancestors: Tensor | None) -> None:
+        num_tokens, num_heads, _ = self.q.shape
+        ops.verify_attn_plan(
+            num_tokens,
+            num_heads,
+            self.q.dtype,
+            self.cache.dtype,
+            PAGE_SIZE,
+            self.table,
+            self.seq_lens,
+            self.start,
+            self.shape.num_tokens,
+            rows,
+            depths,
+            ancestors,
+            self.workspace,
+        )
 
     def _verify(self, rows: Tensor | None, depths: Tensor | None, ancestors: Tensor | None) -> None:
         ops.verify_attn(
@@ -145,11 +166,14 @@ class VerifyInputs:
             1.0,
             self.out,
             workspace=self.workspace,
+            planned=True,
         )
 
     def chain(self) -> Tensor:
         """[B * T, H, 512], what every peer must come close to: none of them takes a tree."""
+        self._plan(None, None, None)
         self._verify(None, None, None)
+        self._plan(*self.tree)
         return self.out
 
 

@@ -73,19 +73,23 @@ class BuildShape:
 
 @dataclass(frozen=True)
 class VerifyShape:
-    """verify_attn: every request has T query tokens, a drawn tree, after a prefix of one length."""
+    """verify_attn: every request has T query tokens, a drawn tree, after a prefix of one length.
+
+    what: a layer with the step's plan, or a plan and a layer.
+    """
 
     op: ClassVar[str] = "verify_attn"
-    columns: ClassVar[str] = "B, T, H, prefix"
+    columns: ClassVar[str] = "what, B, T, H, prefix"
     batch: int
     num_tokens: int  # T
     num_heads: int
     prefix: int
     dtype: Literal["bf16", "fp8"] = "bf16"
+    what: Literal["layer", "plan + layer"] = "layer"
 
     @property
     def label(self) -> str:
-        return f"{self.batch}, {self.num_tokens}, {self.num_heads}, {self.prefix}"
+        return f"{self.what}, {self.batch}, {self.num_tokens}, {self.num_heads}, {self.prefix}"
 
     def least(self, card: Card) -> float:
         length, rows = self.prefix + self.num_tokens, self.batch * self.num_tokens * self.num_heads
@@ -154,6 +158,7 @@ FEW_VERIFY = (
     (32, 9, 16, 2048),
     (8, 65, 64, 32768),
 )
+PLAN_VERIFY = ((1, 9, 8, 2048), (1, 9, 8, 32768), (32, 9, 16, 2048))
 LONG_VERIFY = ((1, 1, 8, 131072), (1, 9, 8, 131072), (1, 17, 16, 131072), (8, 9, 8, 131072))
 
 
@@ -189,6 +194,7 @@ def shapes(ops: tuple[str, ...], everything: bool, dtype: Literal["bf16", "fp8"]
         found += build_shapes(everything)
     if "verify_attn" in ops:
         found += [VerifyShape(*s, dtype) for s in (all_verify() if everything else FEW_VERIFY)]
+        found += [VerifyShape(*s, dtype, "plan + layer") for s in PLAN_VERIFY]
     if "tree_accept" in ops:
         found += [AcceptShape(batch) for batch in (1, 8, 32)]
         found += [AcceptShape(b, 64, 15) for b in (1, 32) if everything]

@@ -39,7 +39,7 @@ SMALL = [
     BuildShape(2, vocab=3000, part="select"),
     BuildShape(2, num_nodes=40, topk=20, vocab=500),
     VerifyShape(2, 5, 4, 70),
-    VerifyShape(2, 5, 4, 70, "fp8"),
+    VerifyShape(2, 5, 4, 70, "fp8", "plan + layer"),
     AcceptShape(3),
     CommitShape(2, "moved", num_layers=3),
     CommitShape(2, "identity", num_layers=3),
@@ -103,7 +103,7 @@ def test_shapes() -> None:
     few = bench_shapes.shapes(bench_shapes.OPS, False, "bf16")
     every = bench_shapes.shapes(bench_shapes.OPS, True, "fp8")
     assert set(few) <= {*bench_shapes.shapes(bench_shapes.OPS, True, "bf16")}
-    assert sum(shape.op == "verify_attn" for shape in every) == 84 + 4
+    assert sum(shape.op == "verify_attn" for shape in every) == 84 + 4 + 3
     assert len(set(every)) == len(every)
     only = bench_shapes.shapes(("tree_accept",), False, "bf16")
     assert {shape.op for shape in only} == {"tree_accept"}

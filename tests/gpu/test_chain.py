@@ -186,6 +186,7 @@ class Engine:
                 (torch.empty(most, dtype=self.dtype, device=device), self.table.repeat(8, 1)),
             )
         ]
+        self.plan = full(sizes[0], dtype=torch.uint8)  # the workspace of all layers
         self.workspace = full(max(sizes), dtype=torch.uint8)
 
     def slots_of(self, positions: Tensor) -> Tensor:
@@ -193,8 +194,18 @@ class Engine:
         pages = self.table.long().gather(1, positions // VERIFY_PAGE)
         return pages * VERIFY_PAGE + positions % VERIFY_PAGE
 
-    def verify(self, layer: int, q: Tensor, out: Tensor, *requests: Tensor | int | None) -> None:
-        ops.verify_attn(q, self.caches[layer], *requests, 576**-0.5, 1.0, out, None, self.workspace)
+    def verify(
+        self,
+        layer: int,
+        q: Tensor,
+        out: Tensor,
+        *requests: Tensor | int | None,
+        workspace: Tensor | None = None,
+    ) -> None:
+        """workspace: with the plan of these requests; else the call plans for itself."""
+        arguments = (q, self.caches[layer], *requests, 576**-0.5, 1.0, out, None)
+        planned = workspace is not None
+        ops.verify_attn(*arguments, self.workspace if workspace is None else workspace, planned)
 
     def step(self) -> None:
         tree = self.tree
@@ -209,6 +220,16 @@ class Engine:
         what = (self.tokens * 31 + tree["positions"]).flatten()
         lens = (self.base + self.num_tokens).int()
         bits = torch.uint8 if self.caches[0].element_size() == 1 else self.caches[0].dtype
+        ops.verify_attn_plan(
+            self.batch * self.num_tokens,
+            HEADS,
+            self.dtype,
+            self.caches[0].dtype,
+            VERIFY_PAGE,
+            *(self.table, lens, self.start, self.num_tokens),
+            *(self.rows, tree["depths"], tree["ancestors"]),
+            self.plan,
+        )
         for layer, cache in enumerate(self.caches):
             rows = self.all_rows[layer].view(bits)[what % 997]
             cache.view(bits).flatten(0, 1).index_copy_(0, self.slots, rows)
@@ -219,6 +240,7 @@ class Engine:
                 self.out[layer],
                 *(self.table, lens, self.start, self.num_tokens),
                 *(self.rows, tree["depths"], tree["ancestors"]),
+                workspace=self.plan,
             )
         self.hidden.copy_(self.out[-1].flatten(1)[:, :96])
         targets = self.targets(by_request)
@@ -297,8 +319,8 @@ def test_verify_then_commit(
     dtype: torch.dtype,
     replayed: Callable[[Callable[[], None]], Callable[[], None]],
 ) -> None:
-    """build, verify, accept, commit in one graph, five steps in a row: each gives the bits of plain
-    decodes of the path it took, on the cache that it left."""
+    """build, plan, verify, accept, commit in one graph, five steps in a row: each gives the bits of
+    plain decodes of the path it took, on the cache that it left."""
     if not has_verify():
         pytest.skip("the library has no verify_attn for CUDA")
     run_engine(Engine(batch, num_nodes, layers, prefix, dtype, "cuda"), replayed)
