@@ -34,6 +34,8 @@ class TreeSpeculator(DFlashSpeculator):
         config.speculative_config = copy.copy(vllm_config.speculative_config)
         assert config.speculative_config is not None
         config.speculative_config.num_speculative_tokens = tree.horizon
+        # The drafter always fills L positions; what is cut by the batch size are the nodes.
+        config.speculative_config.num_speculative_tokens_per_batch_size = None
         super().__init__(config, device)
         rows, k = self.max_num_reqs * tree.horizon, tree.topk
         self.values = torch.zeros(1, rows, k, dtype=torch.float32, device=device)
@@ -43,18 +45,24 @@ class TreeSpeculator(DFlashSpeculator):
             self.max_num_reqs, tree.num_nodes, dtype=torch.int64, device=device
         )
         self.write_rows = torch.full((self.max_num_reqs,), -1, dtype=torch.int32, device=device)
+        self.is_real = torch.ones((), dtype=torch.bool, device=device)  # False in a dummy run
 
     def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Keep the K best tokens and the log-sum-exp of each drafted position.
+        """Keep the K best tokens and the log-sum-exp of each drafted position, and grow the trees.
 
         hidden_states: [B * L, hidden]. Returns [B * L] int64, the best token of each position.
         Overrides vLLM 0.32.0 v1/worker/gpu/spec_decode/speculator.py `sample_draft`; it runs inside
-        the drafter's CUDA graph, so that all outputs are persistent.
+        the drafter's CUDA graph, so that all it reads and writes is persistent. Requests that pad
+        the graph have slot -1, and so have those of a dummy run, whose slots are not theirs.
         """
         logits = self.compute_draft_logits(hidden_states, 0)
-        n = logits.shape[0]
+        n, horizon = logits.shape[0], self.tree.horizon
         ids = self.ids[0, :n]
         ops.build_candidates(logits, self.values[0, :n], ids, self.lse[0, :n])
+        slots = self.sample_idx_mapping[:n:horizon]
+        num_reqs = slots.shape[0]
+        self.write_rows[:num_reqs] = torch.where(self.is_real, slots, -1)
+        self._grow(num_reqs, self.tree_tokens[:num_reqs])
         return ids[:, 0].clamp(min=0).long()
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
@@ -79,6 +87,8 @@ class TreeSpeculator(DFlashSpeculator):
         """
         if not dummy_run and input_batch.num_draft_tokens > 0:
             self._put_in_sequence(input_batch, aux_hidden_states or [last_hidden_states])
+        if dummy_run:
+            self.is_real.fill_(False)
         super().propose(
             input_batch,
             attn_metadata,
@@ -89,13 +99,9 @@ class TreeSpeculator(DFlashSpeculator):
             dummy_run=dummy_run,
             **kwargs,
         )
-        num_reqs = input_batch.num_reqs
-        tokens = self.tree_tokens[:num_reqs]
-        if not dummy_run:
-            # A dummy run's idx_mapping names slots of real requests: it must write no tree.
-            self.write_rows[:num_reqs].copy_(input_batch.idx_mapping)
-            self._grow(num_reqs, tokens)
-        return tokens
+        if dummy_run:
+            self.is_real.fill_(True)
+        return self.tree_tokens[: input_batch.num_reqs]
 
     def _put_in_sequence(self, batch: InputBatch, hidden_states: list[Tensor]) -> None:
         """The drafter's context is the accepted path: its rows and positions, in sequence.
