@@ -40,6 +40,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.speculator = TreeSpeculator(vllm_config, device, tree, self.tree_state)
         self._all_chains = False
         self._commit_groups: list[tuple[int, list[Tensor]]] = []
+        self._builders: list[TreeMLAMetadataBuilder] = []
         self._slot_mappings: Tensor | None = None
         self._tracing = False
         self._last_tree: dict[str, Any] | None = None
@@ -61,7 +62,7 @@ class TreeRunnerMixin(GPUModelRunner):
         assert isinstance(self.speculator, TreeSpeculator)
         draft = self.speculator.draft_attn_layer_names
         layers = self.compilation_config.static_forward_context
-        self._commit_groups = []
+        self._commit_groups, self._builders = [], []
         for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
             names = [n for n in group.layer_names if n not in draft]
             if names:
@@ -73,6 +74,7 @@ class TreeRunnerMixin(GPUModelRunner):
                 for builder in attn.metadata_builders:
                     assert isinstance(builder, TreeMLAMetadataBuilder), type(builder)
                     builder.tree_state = self.tree_state
+                    self._builders.append(builder)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Start each new request's slot from an empty chain."""
@@ -90,6 +92,8 @@ class TreeRunnerMixin(GPUModelRunner):
         """
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self._slot_mappings = slot_mappings
+        for builder in self._builders:
+            builder.num_drafts = input_batch.num_draft_tokens_per_req
         state, batch = self.tree_state, input_batch
         num_reqs = batch.num_reqs
         if batch.num_draft_tokens == 0:
