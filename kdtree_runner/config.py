@@ -40,6 +40,7 @@ PASSED_KEYS = (
     "attention_backend",
     "enforce_eager",
     "draft_load_config",
+    "kv_cache_dtype",
     "num_speculative_tokens_per_batch_size",
 )
 

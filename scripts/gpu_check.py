@@ -2,8 +2,9 @@
 
     python scripts/gpu_check.py [--plan eager,graphs] [--budgets 16] [--batch 8] [--out DIR]
 
-Every engine runs in a process of its own, its core in that process, one after another. What an
-engine prints goes to DIR/NAME.log; where it fails the end of that log is shown. The plan:
+Every engine runs in a process of its own, its core in that process, one after another; where one
+fails the end of its log is shown. DIR gets report.json, logs.txt of all engines, and traces of
+--profile. The plan:
 
     eager   no compiler, no graphs
     graphs  no compiler, full graphs of decode batches
@@ -17,6 +18,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
@@ -210,6 +212,7 @@ def run_engine(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
     text = log.read_text(errors="replace")
     if "PROFILE" in text:
         print(text[text.index("PROFILE") :])
+    job["log"] = text
     path = Path(job["result"])
     if code or not path.is_file():
         print(f"=== {name}: FAILED with code {code} after {wall:.0f} s; the end of its log:")
@@ -251,9 +254,9 @@ def main() -> int:
             os._exit(1)
         sys.stdout.flush()
         os._exit(0)  # an engine's end is not what is checked
-    folder = args.out or Path(tempfile.mkdtemp(prefix="kdtree-gpu-"))
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="kdtree-gpu-"))
     begin, failed, first = time.perf_counter(), 0, None
+    report, logs = [], []
     shared = {k: v for k, v in vars(args).items() if k not in ("out", "child", "budgets", "modes")}
     for plan in args.plan.split(","):
         baseline = None
@@ -264,6 +267,8 @@ def main() -> int:
                     continue
                 job = dict(shared, plan=plan, mode=mode, budget=budget)
                 result = run_engine(job, folder)
+                logs.append(f"======== {plan} {mode} {budget}\n{job.pop('log')}")
+                report.append({"job": job, "result": result})
                 failed += result is None
                 if result is None:
                     continue
@@ -274,7 +279,13 @@ def main() -> int:
                     first = first or baseline
                 elif baseline is not None:
                     compare("against this plan's baseline", result["tokens"], baseline)
-    print(f"{failed} engines failed; logs in {folder}")
+    out = args.out or folder
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "report.json").write_text(json.dumps(report))
+    (out / "logs.txt").write_text("\n".join(logs))
+    for trace in folder.glob("*.trace.json.gz"):
+        shutil.copy(trace, out)
+    print(f"{failed} engines failed; report and logs in {out}")
     return 1 if failed else 0
 
 
