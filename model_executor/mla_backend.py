@@ -6,8 +6,9 @@ The baseline of every equality check runs on this same backend.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from vllm.model_executor.layers.attention.mla_attention import (
@@ -16,7 +17,11 @@ from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonMetadataBuilder,
     QueryLenSupport,
 )
-from vllm.v1.attention.backend import AttentionLayer, CommonAttentionMetadata
+from vllm.v1.attention.backend import (
+    AttentionCGSupport,
+    AttentionLayer,
+    CommonAttentionMetadata,
+)
 
 from kdtree_runner import ops
 from kdtree_runner.spec_decode.tree import TreeState
@@ -27,29 +32,31 @@ class TreeDecodeMetadata(MLACommonDecodeMetadata):
     """Decode metadata of a batch whose requests carry trees of any size, or none.
 
     query_start_loc: [num_decodes + 1] int32. tree_state: None in an engine without DDTree.
+    planner: the layer whose call planned this batch's verify_attn for all layers, the first one.
     """
 
     query_start_loc: Tensor
     max_query_len: int
     tree_state: TreeState | None
+    planner: TreeMLAMixin | None = None
 
 
 class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     """Every decode, of one token or a whole tree, goes to forward_mqa; every prompt to forward_mha.
 
     VARLEN: a request whose tree was cut (max_model_len, token budget) must not become a prefill,
-    where its mask would be causal. Prompts never count as decodes, however short, so that a prompt
-    runs the same kernels with and without speculation.
+    where its mask would be causal. A prompt counts as a decode only where one token of it is left
+    to compute, which vLLM's graphs of uniform batches take for a decode too; else never, however
+    short, so that a prompt runs the same kernels with and without speculation.
+
+    A captured graph reads what the metadata points to: the state of the trees, block tables,
+    lengths and query starts, all persistent.
     """
 
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     tree_state: TreeState | None = None  # set by the model runner once the caches exist
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        # build() hands `not self.use_pcp` to split_decodes_and_prefills as
-        # treat_short_extends_as_decodes and reads it nowhere else (vLLM 0.32.0).
-        self.use_pcp = True
+    num_drafts: np.ndarray | None = None  # [num_reqs] drafts of each request; None: no drafts
 
     def build(
         self,
@@ -57,13 +64,33 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         common_attn_metadata: CommonAttentionMetadata,
         fast_build: bool = False,
     ) -> MLACommonMetadata:
-        """Metadata of one batch. is_prefilling may lack the rows that pad a captured graph."""
-        m = common_attn_metadata
-        flags = torch.zeros(m.num_reqs, dtype=torch.bool)
-        if m.is_prefilling is not None:
-            known = min(m.num_reqs, m.is_prefilling.shape[0])
-            flags[:known] = m.is_prefilling[:known]
-        return super().build(common_prefix_len, replace(m, is_prefilling=flags), fast_build)
+        """Metadata of one batch, whose decodes come first."""
+        prompts = self._prompts(common_attn_metadata)
+        # build() hands `not self.use_pcp` to split_decodes_and_prefills as
+        # treat_short_extends_as_decodes and reads it nowhere else (vLLM 0.32.0).
+        self.use_pcp = prompts is not None
+        if prompts is not None:
+            common_attn_metadata = replace(common_attn_metadata, is_prefilling=prompts)
+        return super().build(common_prefix_len, common_attn_metadata, fast_build)
+
+    def _prompts(self, m: CommonAttentionMetadata) -> Tensor | None:
+        """[num_reqs] bool on the host, requests that must not count as decodes; None: none.
+
+        is_prefilling may lack the rows that pad a captured graph.
+        """
+        if m.is_prefilling is None:
+            return None
+        prefilling = m.is_prefilling.numpy()[: m.num_reqs]
+        if not prefilling.any():
+            return None
+        known = len(prefilling)
+        query_lens = np.diff(m.query_start_loc_cpu.numpy()[: known + 1])
+        num_new = query_lens if self.num_drafts is None else query_lens - self.num_drafts[:known]
+        assert m.seq_lens_cpu_upper_bound is not None  # exact for prompts
+        lens = m.seq_lens_cpu_upper_bound.numpy()[:known]
+        prompts = np.zeros(m.num_reqs, dtype=bool)
+        prompts[:known] = prefilling & ((num_new != 1) | (lens <= query_lens))
+        return torch.from_numpy(prompts) if prompts.any() else None
 
     def _build_decode(  # type: ignore[override]
         self,
@@ -87,11 +114,19 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
 
 class TreeMLAMixin:
-    """forward_mqa over verify_attn, to be put before an MLA implementation of vLLM."""
+    """forward_mqa over verify_attn, to be put before an MLA implementation of vLLM.
+
+    workspace: [bytes] uint8, enough for every step of the engine; None where none is needed.
+    """
 
     scale: float
     kv_lora_rank: int
     can_return_lse_for_decode: bool = False
+    workspace: Tensor | None = None
+
+    def kv_scale(self, layer: AttentionLayer) -> float:
+        """What one unit of a quantized cache is worth."""
+        return 1.0
 
     def forward_mqa(
         self,
@@ -107,6 +142,11 @@ class TreeMLAMixin:
             q = torch.cat(q, dim=-1)
         state, num_reqs = meta.tree_state, meta.seq_lens.shape[0]
         out = q.new_empty(q.shape[0], q.shape[1], self.kv_lora_rank)
+        # The first layer plans for the others, anew in each pass over the layers: vLLM runs a batch
+        # once to warm up and once to capture it, and the plan belongs into the graph.
+        planned = meta.planner is not None and meta.planner is not self
+        if not planned:
+            meta.planner = self
         ops.verify_attn(
             q,
             kv_c_and_k_pe_cache,
@@ -118,7 +158,10 @@ class TreeMLAMixin:
             None if state is None else state.depths,
             None if state is None else state.ancestors,
             self.scale,
-            1.0,
+            self.kv_scale(layer),
             out,
+            None,
+            self.workspace,
+            planned,
         )
         return out, None

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.bad_words import BadWordsState
 from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from kdtree_runner import ops
@@ -20,6 +21,12 @@ from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfi
 from kdtree_runner.spec_decode.sampler import TreeSampler, needs_chain
 from kdtree_runner.spec_decode.speculator import TreeSpeculator
 from kdtree_runner.spec_decode.tree import TreeState
+from kdtree_runner.spec_decode.vocab_parallel import (
+    VocabShard,
+    all_gather,
+    argmax_keys,
+    argmax_tokens,
+)
 
 # vLLM's own logits processors: right on a tree, or seen by needs_chain in a request's parameters.
 BUILT_IN_PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)
@@ -39,7 +46,9 @@ class TreeRunnerMixin(GPUModelRunner):
         self.tree_state = TreeState(self.max_num_reqs, tree.num_nodes, tree.horizon, device)
         self.speculator = TreeSpeculator(vllm_config, device, tree, self.tree_state)
         self._all_chains = False
+        self._shard: VocabShard | None = None
         self._commit_groups: list[tuple[int, list[Tensor]]] = []
+        self._builders: list[TreeMLAMetadataBuilder] = []
         self._slot_mappings: Tensor | None = None
         self._tracing = False
         self._last_tree: dict[str, Any] | None = None
@@ -51,6 +60,7 @@ class TreeRunnerMixin(GPUModelRunner):
         # Custom processors come from the settings or from installed packages' entry points.
         processors = self.sampler.logits_processors
         self._all_chains = not all(isinstance(p, BUILT_IN_PROCESSORS) for p in processors)
+        self._shard = VocabShard.of(self.model)
         self.rejection_sampler = TreeSampler(
             self.sampler, self.speculative_config, self.device, self.tree_state, self._commit
         )
@@ -61,7 +71,7 @@ class TreeRunnerMixin(GPUModelRunner):
         assert isinstance(self.speculator, TreeSpeculator)
         draft = self.speculator.draft_attn_layer_names
         layers = self.compilation_config.static_forward_context
-        self._commit_groups = []
+        self._commit_groups, self._builders = [], []
         for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
             names = [n for n in group.layer_names if n not in draft]
             if names:
@@ -73,6 +83,7 @@ class TreeRunnerMixin(GPUModelRunner):
                 for builder in attn.metadata_builders:
                     assert isinstance(builder, TreeMLAMetadataBuilder), type(builder)
                     builder.tree_state = self.tree_state
+                    self._builders.append(builder)
 
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Start each new request's slot from an empty chain."""
@@ -90,6 +101,8 @@ class TreeRunnerMixin(GPUModelRunner):
         """
         block_tables, slot_mappings = super().prepare_attn(input_batch)
         self._slot_mappings = slot_mappings
+        for builder in self._builders:
+            builder.num_drafts = input_batch.num_draft_tokens_per_req
         state, batch = self.tree_state, input_batch
         num_reqs = batch.num_reqs
         if batch.num_draft_tokens == 0:
@@ -102,6 +115,27 @@ class TreeRunnerMixin(GPUModelRunner):
         state.tree_rows[:num_reqs] = torch.where(num_logits > 1, batch.idx_mapping, -1)
         state.tree_rows[num_reqs:].fill_(-1)
         return block_tables, slot_mappings
+
+    def sample(
+        self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
+    ) -> tuple[SamplerOutput, Tensor, Tensor]:
+        """Of a greedy batch under tensor parallelism ranks exchange a key a row, not their logits.
+
+        Everything else needs whole rows, and goes through super().
+        """
+        sampler, shard = self.rejection_sampler, self._shard
+        assert isinstance(sampler, TreeSampler)
+        if (
+            shard is None
+            or grammar_output is not None
+            or not sampler.is_plainly_greedy(input_batch)
+        ):
+            return super().sample(hidden_states, input_batch, grammar_output)
+        logits = shard.logits(hidden_states[input_batch.logits_indices])
+        keys = all_gather(argmax_keys(logits, shard.offset))
+        targets = argmax_tokens(keys.view(shard.num_shards, -1))
+        output = sampler.emit(input_batch, targets)
+        return output, output.num_sampled, output.num_rejected
 
     def _commit(self, batch: InputBatch) -> None:
         """Move the accepted rows of every target layer's cache into sequence.

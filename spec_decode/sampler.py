@@ -91,12 +91,59 @@ class TreeSampler(RejectionSampler):
         ]
         logprobs = self._join_logprobs([c for c in chunks if c is not None], num_reqs)
         self.commit(input_batch)
+        counts = self.state.num_emitted[:num_reqs].clone()
+        return self._output(input_batch, emitted, counts, logprobs, num_nans)
+
+    def is_plainly_greedy(self, batch: InputBatch) -> bool:
+        """Whether of every row nothing but its best token is wanted."""
+        sampler, slots = self.sampler, batch.idx_mapping_np
+        return not (
+            sampler.compute_nans
+            or sampler.return_sampling_mask
+            or sampler.trace_replay_state is not None
+            or sampler.needs_logits_processing[slots].any()
+            or sampler.sampling_states.temperature.np[slots].any()
+            or sampler.get_logprobs_dims(slots) is not None
+        )
+
+    def emit(self, batch: InputBatch, targets: Tensor) -> SamplerOutput:
+        """Sample a batch, with drafts or without, whose target tokens are known.
+
+        targets: [rows] int64, the target's token at each node.
+        """
+        if batch.num_draft_tokens == 0:
+            ones = batch.seq_lens.new_ones(batch.num_reqs)
+            return self._output(batch, targets.view(-1, 1), ones)
+        state, num_reqs = self.state, batch.num_reqs
+        emitted = targets.new_empty(num_reqs, state.num_tokens)
+        ops.tree_accept(
+            self._node_tokens(batch, None),
+            targets,
+            batch.cu_num_logits,
+            state.tree_rows[:num_reqs],
+            state.parents,
+            state.path[:num_reqs],
+            emitted,
+            state.num_emitted[:num_reqs],
+        )
+        self.commit(batch)
+        return self._output(batch, emitted, state.num_emitted[:num_reqs].clone())
+
+    def _output(
+        self,
+        batch: InputBatch,
+        emitted: Tensor,
+        counts: Tensor,
+        logprobs: LogprobsTensors | None = None,
+        num_nans: Tensor | None = None,
+    ) -> SamplerOutput:
+        """emitted: [B, width] int64. counts: [B] int32 of them, changed where a prompt goes on."""
         num_sampled, num_rejected = get_num_sampled_and_rejected(
-            self.state.num_emitted[:num_reqs].clone(),
-            input_batch.seq_lens,
-            input_batch.cu_num_logits,
-            input_batch.idx_mapping,
-            sampler.req_states.prefill_len.gpu,
+            counts,
+            batch.seq_lens,
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.sampler.req_states.prefill_len.gpu,
         )
         return SamplerOutput(
             sampled_token_ids=emitted,

@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
@@ -14,6 +14,7 @@ from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 from kdtree_runner import ops
 from kdtree_runner.config import TreeConfig
 from kdtree_runner.spec_decode.tree import TreeState
+from kdtree_runner.spec_decode.vocab_parallel import CandidateBuffers, VocabShard, all_gather
 
 
 class TreeSpeculator(DFlashSpeculator):
@@ -34,28 +35,51 @@ class TreeSpeculator(DFlashSpeculator):
         config.speculative_config = copy.copy(vllm_config.speculative_config)
         assert config.speculative_config is not None
         config.speculative_config.num_speculative_tokens = tree.horizon
+        # The drafter always fills L positions; what is cut by the batch size are the nodes.
+        config.speculative_config.num_speculative_tokens_per_batch_size = None
         super().__init__(config, device)
-        rows, k = self.max_num_reqs * tree.horizon, tree.topk
-        self.values = torch.zeros(1, rows, k, dtype=torch.float32, device=device)
-        self.ids = torch.zeros(1, rows, k, dtype=torch.int32, device=device)
-        self.lse = torch.zeros(1, rows, 3, dtype=torch.int64, device=device)
+        self.shard: VocabShard | None = None
+        self.candidates: CandidateBuffers | None = None  # made once the head is known
         self.tree_tokens = torch.zeros(
             self.max_num_reqs, tree.num_nodes, dtype=torch.int64, device=device
         )
+        self.chain_tokens = torch.zeros(
+            self.max_num_reqs * tree.horizon, dtype=torch.int64, device=device
+        )
         self.write_rows = torch.full((self.max_num_reqs,), -1, dtype=torch.int32, device=device)
+        self.is_real = torch.ones((), dtype=torch.bool, device=device)  # False in a dummy run
+
+    def load_model(self, target_model: nn.Module) -> None:
+        """Load the drafter, and see how its output head is split."""
+        super().load_model(target_model)
+        self.shard = VocabShard.of(self.model)
+        num_shards = 1 if self.shard is None else self.shard.num_shards
+        rows = self.max_num_reqs * self.tree.horizon
+        self.candidates = CandidateBuffers(rows, self.tree.topk, num_shards, self.device)
 
     def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Keep the K best tokens and the log-sum-exp of each drafted position.
+        """Keep the K best tokens and the log-sum-exp of each drafted position, and grow the trees.
 
-        hidden_states: [B * L, hidden]. Returns [B * L] int64, the best token of each position.
+        hidden_states: [B * L, hidden]. Returns [B * L] int64, which nobody reads: vLLM keeps drafts
+        of a chain there.
         Overrides vLLM 0.32.0 v1/worker/gpu/spec_decode/speculator.py `sample_draft`; it runs inside
-        the drafter's CUDA graph, so that all outputs are persistent.
+        the drafter's CUDA graph, so that all it reads and writes is persistent. Requests that pad
+        the graph have slot -1, and so have those of a dummy run, whose slots are not theirs.
         """
-        logits = self.compute_draft_logits(hidden_states, 0)
-        n = logits.shape[0]
-        ids = self.ids[0, :n]
-        ops.build_candidates(logits, self.values[0, :n], ids, self.lse[0, :n])
-        return ids[:, 0].clamp(min=0).long()
+        assert self.candidates is not None
+        if self.shard is None:
+            logits = self.compute_draft_logits(hidden_states, 0)
+            self.candidates.fill(logits)
+        else:
+            logits = self.shard.logits(hidden_states)
+            self.candidates.fill(logits, self.shard.offset, all_gather)
+        rows = logits.shape[0]
+        slots = self.sample_idx_mapping[: rows : self.tree.horizon]
+        num_reqs = slots.shape[0]
+        self.write_rows[:num_reqs] = torch.where(self.is_real, slots, -1)
+        tokens = self.tree_tokens[:num_reqs]
+        self._grow(num_reqs, tokens)
+        return self.chain_tokens[:rows]
 
     def _num_graph_context_tokens(self, num_reqs: int) -> int:
         """Context rows that a captured draft step stores: 1 + N tokens a request."""
@@ -79,6 +103,8 @@ class TreeSpeculator(DFlashSpeculator):
         """
         if not dummy_run and input_batch.num_draft_tokens > 0:
             self._put_in_sequence(input_batch, aux_hidden_states or [last_hidden_states])
+        if dummy_run:
+            self.is_real.fill_(False)
         super().propose(
             input_batch,
             attn_metadata,
@@ -89,13 +115,9 @@ class TreeSpeculator(DFlashSpeculator):
             dummy_run=dummy_run,
             **kwargs,
         )
-        num_reqs = input_batch.num_reqs
-        tokens = self.tree_tokens[:num_reqs]
-        if not dummy_run:
-            # A dummy run's idx_mapping names slots of real requests: it must write no tree.
-            self.write_rows[:num_reqs].copy_(input_batch.idx_mapping)
-            self._grow(num_reqs, tokens)
-        return tokens
+        if dummy_run:
+            self.is_real.fill_(True)
+        return self.tree_tokens[: input_batch.num_reqs]
 
     def _put_in_sequence(self, batch: InputBatch, hidden_states: list[Tensor]) -> None:
         """The drafter's context is the accepted path: its rows and positions, in sequence.
@@ -116,12 +138,10 @@ class TreeSpeculator(DFlashSpeculator):
 
     def _grow(self, num_reqs: int, tokens: Tensor) -> None:
         """Select the nodes of each request's tree from the candidates of this step's draft."""
-        rows = num_reqs * self.tree.horizon
         state = self.state
+        assert self.candidates is not None
         ops.build_select(
-            self.values[:, :rows],
-            self.ids[:, :rows],
-            self.lse[:, :rows],
+            *self.candidates.views(num_reqs * self.tree.horizon),
             horizon=self.tree.horizon,
             spine=self.tree.spine,
             chain_only=state.chain_only,

@@ -269,8 +269,41 @@ def test_good_engine_and_pair() -> None:
 
 def test_device() -> None:
     config.check_device("cpu", has_triton=True)
-    check_refusal(lambda: config.check_device("cuda", True), "device", "cpu", "cuda")
+    check_refusal(lambda: config.check_device("xpu", True), "device", "cuda, or cpu", "xpu")
     check_refusal(lambda: config.check_device("cpu", False), "triton", "pip install", "None")
+
+
+def test_gpu() -> None:
+    built = "cpu;cuda:90a,100f,120f"
+    for capability in ("9.0", "10.3", "12.0"):
+        config.check_device("cuda", True, capability, built)
+    for capability, name in (("8.9", "8.9"), ("8.0", "8.0"), (None, "None")):
+        check_refusal(
+            lambda c=capability: config.check_device("cuda", True, c, built),  # type: ignore[misc]
+            "device",
+            "9.0 or higher",
+            name,
+        )
+    for info in ("cpu", "cpu;cuda:120f", None):
+        check_refusal(
+            lambda i=info: config.check_device("cuda", True, "9.0", i),  # type: ignore[misc]
+            "native library",
+            "KDTREE_CUDA=ON",
+            info or "nothing",
+        )
+
+
+@pytest.mark.parametrize("cache", ["auto", "bfloat16", "fp8", "fp8_e4m3"])
+def test_caches_on_cuda(cache: str) -> None:
+    config.check_engine(engine(cache_config=Fake(cache_dtype=cache)), "cuda")
+
+
+def test_dtypes_on_cuda() -> None:
+    float32 = engine({"dtype": torch.float32})
+    config.check_engine(float32, "cpu")
+    check_refusal(lambda: config.check_engine(float32, "cuda"), "dtype", "bfloat16", "float32")
+    e5m2 = engine(cache_config=Fake(cache_dtype="fp8_e5m2"))
+    check_refusal(lambda: config.check_engine(e5m2, "cuda"), "kv_cache_dtype", "fp8", "fp8_e5m2")
 
 
 def test_the_stock_platform_serves_where_triton_is_missing(

@@ -19,7 +19,7 @@ def run(args: argparse.Namespace) -> ExitCode:
         model=args.model or default_model("--model", "target"),
         drafter=args.drafter or default_model("--drafter", "drafter"),
         batch_size=1,
-        dtype=args.dtype or ("float32" if is_cpu_build() else "auto"),
+        dtype=args.dtype or ("float32" if is_cpu_build() else "bfloat16"),
         cpu_threads=args.cpu_threads,
         enforce_eager=True,  # compiling for three short runs would take longer than they do
     )

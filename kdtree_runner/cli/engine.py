@@ -103,7 +103,7 @@ def engine_args(mode: Mode, settings: EngineSettings) -> dict[str, Any]:
     if is_cpu_build():
         cache = CPU_KV_CACHE_GIB if cache is None else cache
     else:
-        args["attention_config"] = {"backend": ATTENTION_BACKEND}
+        args["attention_backend"] = ATTENTION_BACKEND  # by name: our plugin is not loaded yet
     if cache is not None:
         args["kv_cache_memory_bytes"] = int(cache * 2**30)
     speculation = speculative_config(mode, settings)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kdtree_runner.config import KV_LORA_RANK, METHOD, QK_ROPE_HEAD_DIM
+from kdtree_runner.native import cuda_architectures, fits
 
 
 @dataclass(frozen=True)
@@ -30,30 +30,6 @@ class Machine:
     device: str
     num_ranks: int
     ray: str | None
-
-
-def fits(capability: str, architectures: Sequence[str]) -> bool:
-    """Whether code built for `architectures` ("90a", "100f", "120") runs on a GPU ("9.0").
-
-    a: exactly this one; f: its family, which is the same major number; otherwise PTX, good for
-    every later one.
-    """
-    major, minor = (int(part) for part in capability.split("."))
-    for architecture in architectures:
-        match = re.fullmatch(r"(\d+)(\d)([af]?)", architecture)
-        if match is None:
-            continue
-        built, kind = (int(match[1]), int(match[2])), match[3]
-        here = (major, minor)
-        if built == here or (kind != "a" and built < here and (not kind or built[0] == major)):
-            return True
-    return False
-
-
-def cuda_architectures(build_info: str) -> list[str]:
-    """Architectures in a build info like "cpu;cuda:90a,100f"; none without CUDA."""
-    parts = [part.removeprefix("cuda:") for part in build_info.split(";") if part[:5] == "cuda:"]
-    return [name for part in parts for name in part.split(",") if name]
 
 
 GPUS = {"90": "H100, H200", "100": "B200, B300", "120": "RTX PRO 6000, RTX 50"}

@@ -205,9 +205,7 @@ def add_demo(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="nodes of a tree (default: %(default)s)",
     )
-    parser.add_argument(
-        "--dtype", choices=DTYPES, help="default: float32 on a CPU, else the model's"
-    )
+    parser.add_argument("--dtype", choices=DTYPES, help="default: float32 on a CPU, else bfloat16")
     parser.add_argument(
         "--cpu-threads",
         type=integer(1),

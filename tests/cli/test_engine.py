@@ -18,7 +18,7 @@ def test_only_speculation_differs(cpu: bool, monkeypatch: pytest.MonkeyPatch) ->
         args = engine_args(mode, SETTINGS)
         args.pop("speculative_config")
         assert args == plain
-    assert ("attention_config" in plain) == (not cpu)
+    assert ("attention_backend" in plain) == (not cpu)
     assert ("kv_cache_memory_bytes" in plain) == cpu
     settings = replace(SETTINGS, kv_cache_gib=2.0)
     assert engine_args(PLAIN, settings)["kv_cache_memory_bytes"] == 2 << 30

@@ -44,15 +44,16 @@ class Oracle:
     def grow(self, num_reqs: int, out_tokens: Tensor) -> None:
         """In the place of TreeSpeculator._grow, which it calls in the end."""
         horizon, spec = self.speculator.tree.horizon, self.speculator
+        all_values, all_ids, all_lse = spec.candidates.views(num_reqs * horizon)
         for b in range(num_reqs):
             rows = slice(b * horizon, (b + 1) * horizon)
             prompt, output = self._history(int(spec.write_rows[b]))
-            ids, values = spec.ids[0, rows], spec.values[0, rows]
+            ids, values = all_ids[0, rows], all_values[0, rows]
             self.drafts[prompt + output] = ids.clone(), values.clone()
             future = self._future(prompt, output)
             if future is not None:
                 logits = self._logits(future, horizon)
-                ops.build_candidates(logits, values, ids, spec.lse[0, rows])
+                ops.build_candidates(logits, values, ids, all_lse[0, rows])
         self._select(num_reqs, out_tokens)
 
     def _history(self, slot: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

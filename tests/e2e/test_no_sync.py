@@ -36,7 +36,8 @@ WAITING_METHODS = (
     "__index__",
     "__array__",
 )
-HOST_TENSORS = ("seq_lens_cpu_upper_bound",)  # vLLM keeps them on the host on a GPU, too
+# vLLM keeps them on the host on a GPU, too.
+HOST_TENSORS = ("seq_lens_cpu_upper_bound", "query_start_loc_cpu", "is_prefilling")
 
 
 def our_line() -> str | None:

