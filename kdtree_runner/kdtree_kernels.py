@@ -31,6 +31,7 @@ _DTYPES = {
     torch.uint8: native.FLOAT8_E4M3,  # how vLLM keeps a float8 cache
 }
 _KEY_DIM, _VALUE_DIM = 576, 512
+_TREES = ("tree_rows", "depths", "ancestors")
 
 
 def _operator(name: str) -> Callable[[ctypes.Structure, torch.device], None]:
@@ -356,29 +357,20 @@ def verify_attn_plan(
     tree_width, ancestor_width = _check_requests(
         seq_lens, query_start_loc, tree_rows, depths, ancestors
     )
-    device, stream = _device_and_stream(seq_lens)
-    seq_lens_etc = (seq_lens, query_start_loc, tree_rows, depths, ancestors)
-    names = ("seq_lens", "query_start_loc", "tree_rows", "depths", "ancestors")
-    _native_verify_attn_plan(
-        native.VerifyAttnParams(
-            device=device,
-            stream=stream,
-            batch=seq_lens.shape[0],
-            num_tokens=num_tokens,
-            num_heads=num_heads,
-            max_query_len=max_query_len,
-            q_dtype=_DTYPES[q_dtype],
-            kv_dtype=_DTYPES[kv_dtype],
-            page_size=page_size,
-            block_table_stride=block_table.stride(0),
-            tree_width=tree_width,
-            ancestor_width=ancestor_width,
-            workspace=None if workspace is None else workspace.data_ptr(),
-            workspace_bytes=0 if workspace is None else workspace.numel(),
-            **dict(zip(names, _pointers(*seq_lens_etc), strict=True)),
-        ),
-        seq_lens.device,
+    requests = _pointers(seq_lens, query_start_loc, tree_rows, depths, ancestors)
+    params = native.VerifyAttnParams(
+        *_device_and_stream(seq_lens),
+        *(seq_lens.shape[0], num_tokens, num_heads, max_query_len),
+        *(_DTYPES[q_dtype], _DTYPES[kv_dtype]),
+        page_size=page_size,
+        block_table_stride=block_table.stride(0),
+        **dict(zip(("seq_lens", "query_start_loc", *_TREES), requests, strict=True)),
+        tree_width=tree_width,
+        ancestor_width=ancestor_width,
+        workspace=_pointers(workspace)[0],
+        workspace_bytes=0 if workspace is None else workspace.numel(),
     )
+    _native_verify_attn_plan(params, seq_lens.device)
 
 
 def verify_attn_workspace(
