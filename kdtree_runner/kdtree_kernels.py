@@ -390,7 +390,7 @@ def verify_attn_workspace(
         kv_dtype=_DTYPES[kv_cache.dtype],
         page_size=kv_cache.shape[1],
         num_pages=kv_cache.shape[0],
-        block_table_stride=block_table.stride(0),
+        block_table_stride=max(block_table.stride(0), block_table.shape[1]),
     )
     return int(native.load().kdtree_verify_attn_workspace(ctypes.byref(params)))
 

@@ -160,22 +160,25 @@ def run(
     size = ops.verify_attn_workspace(q, cache, device_table, max(counts))
     workspace = torch.full((size,), 0xFF, dtype=torch.uint8, device=DEVICE)
     starts = torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-    ops.verify_attn(
-        q,
-        cache,
-        device_table,
+    requests = (
         torch.tensor(lengths, dtype=torch.int32, device=DEVICE),
         starts.to(DEVICE),
         max(counts),
         tree_rows.to(DEVICE),
         depths.to(DEVICE),
         ancestors.to(DEVICE),
-        576**-0.5,
-        problem.kv_scale,
-        out,
-        lse,
-        workspace,
     )
+    scales = (576**-0.5, problem.kv_scale)
+    ops.verify_attn(q, cache, device_table, *requests, *scales, out, lse, workspace)
+    workspace.fill_(0xFF)
+    ops.verify_attn_plan(
+        num_tokens, num_heads, q.dtype, cache.dtype, page_size, device_table, *requests, workspace
+    )
+    for layer in range(2):
+        again = torch.full_like(out, float("nan")), torch.full_like(lse, float("nan"))
+        ops.verify_attn(q, cache, device_table, *requests, *scales, *again, workspace, planned=True)
+        same = slice(sum(counts))
+        assert_same(rows_of(again, same), rows_of((out, lse), same), f"layer {layer}, planned")
     assert out[sum(counts) :].isnan().all() and lse[sum(counts) :].isnan().all(), "past the end"
     return out[: sum(counts)].contiguous(), lse[: sum(counts)].contiguous()
 

@@ -12,6 +12,9 @@ from torch import Tensor
 
 from kdtree_runner import ops
 from kdtree_runner.spec_decode.tree import TreeState
+
+pytest.importorskip("vllm")
+
 from kdtree_runner.spec_decode.vocab_parallel import (
     CandidateBuffers,
     VocabShard,

@@ -334,9 +334,11 @@ class ValueWarp {
         const float (&x)[4] = o[h >> 1][n];
         pairs[n] = ptx::pack_bf16(x[2 * (h & 1)] * inverse[h], x[2 * (h & 1) + 1] * inverse[h]);
       }
+      // __stcg keeps them whole: ptxas may cut a plain store of 16 bytes into four.
       if (inverse[h] != 0.f) {
-        reinterpret_cast<uint4*>(to)[0] = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-        reinterpret_cast<uint4*>(to)[4] = make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]);
+        __stcg(reinterpret_cast<uint4*>(to), make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]));
+        __stcg(reinterpret_cast<uint4*>(to) + 4,
+               make_uint4(pairs[4], pairs[5], pairs[6], pairs[7]));
       }
     }
   }
