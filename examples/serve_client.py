@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 
-from openai import OpenAI
+from openai import APIConnectionError, OpenAI
 
 PROMPT = "def factorial(n):\n    "
 
@@ -15,7 +15,10 @@ PROMPT = "def factorial(n):\n    "
 def main() -> None:
     url = sys.argv[1] if len(sys.argv) > 1 else "http://127.0.0.1:8000/v1"
     client = OpenAI(base_url=url, api_key="none")
-    model = client.models.list().data[0].id
+    try:
+        model = client.models.list().data[0].id
+    except APIConnectionError:
+        sys.exit(f"no server at {url}: start examples/serve.sh and wait for its startup")
 
     print("greedy, streamed:", PROMPT, sep="\n", end="")
     options = {"model": model, "prompt": PROMPT, "max_tokens": 40}

@@ -9,7 +9,7 @@ from vllm.config.utils import config
 from kdtree_runner.config import TreeConfig
 
 
-@config
+@config(repr=False)
 class TreeSpeculativeConfig(SpeculativeConfig):
     """vLLM sees method "dflash" with N drafts a request; only our speculator drafts L positions.
 
@@ -20,6 +20,10 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     """L, positions that the drafter fills in one pass."""
     tree_spine: bool = False
     """Whether the drafter's argmax chain is always in the tree."""
+
+    def __repr__(self) -> str:
+        """One line, as vLLM's own: it is in the log of every start."""
+        return f"TreeSpeculativeConfig(model={self.draft_model_config.model!r}, {self.tree})"
 
     @property
     def tree(self) -> TreeConfig:

@@ -178,12 +178,10 @@ def probe(command: tuple[str, ...] = PROBE) -> dict[str, dict[str, Any]]:
 def show(findings: Findings) -> None:
     """Print the findings for a person."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    table = Table(show_header=False, box=None)
-    for _ in range(3):
-        table.add_column(overflow="fold")
     devices = {str(i): name for i, name in enumerate(findings.devices)}
     sections = {
         "versions": findings.versions,
@@ -192,10 +190,13 @@ def show(findings: Findings) -> None:
         "plugins": findings.plugins,
         "vLLM": findings.vllm,
     }
+    title_width = max(map(len, sections))
+    key_width = max(len(key) for rows in sections.values() for key in rows)
     for title, rows in sections.items():
         for i, (key, value) in enumerate(rows.items()):
-            table.add_row(f"[bold]{title}[/]" if i == 0 else "", key, value)
-    console.print(table)
+            head = title if i == 0 else ""
+            line = f" [bold]{head:{title_width}}[/]  {key:{key_width}}  {escape(value)}"
+            console.print(line, soft_wrap=True)  # a path stays whole, to be copied
     matrix = Table(title="supported here", title_justify="left", box=None)
     for name in ("", "feature", "note"):
         matrix.add_column(name)
