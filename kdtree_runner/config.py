@@ -5,7 +5,8 @@ Nothing here imports vLLM: the checks read plain attributes, so that a config fi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import difflib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,6 +46,25 @@ PASSED_KEYS = (
 )
 
 
+def user_keys(given: object) -> dict[str, Any]:
+    """A speculative config with underscores in its keys; empty if there is none.
+
+    given: as in vLLM's engine arguments. What does not ask for DDTree is left to vLLM's checks.
+    """
+    if not isinstance(given, Mapping):
+        if METHOD in str(given):
+            _refuse("speculative_config", "a dictionary", given)
+        return {}
+    user: dict[str, Any] = {}
+    for key, value in given.items():
+        name = str(key).replace("-", "_")
+        if name in user and given.get("method") == METHOD:
+            wanted = "it once, with underscores or with hyphens"
+            _refuse(f"speculative_config key {name!r}", wanted, [user[name], value])
+        user[name] = value
+    return user
+
+
 def is_ours(user: Mapping[str, Any]) -> bool:
     """Whether a speculative config, keys with underscores, asks for DDTree.
 
@@ -53,7 +73,8 @@ def is_ours(user: Mapping[str, Any]) -> bool:
     method = user.get("method")
     if method == METHOD:
         return True
-    if isinstance(method, str) and method.lower().replace("_", "").replace("-", "") == METHOD:
+    letters = "".join(filter(str.isalnum, method.lower())) if isinstance(method, str) else ""
+    if difflib.get_close_matches(letters, [METHOD], cutoff=0.8):
         _refuse("speculative_config key 'method'", repr(METHOD), method)
     for key in ("tree_budget", "tree_spine"):
         if key in user:
@@ -147,7 +168,32 @@ class TreeConfig:
         budget = user.get("tree_budget")
         budget = DEFAULT_BUDGET if budget is None else budget
         budget = _integer("tree_budget", budget, 1, MAX_NODES)
+        _check_schedule(user.get("num_speculative_tokens_per_batch_size"), budget)
         return cls(min(horizon, budget), budget, user.get("tree_spine", cls.spine))
+
+
+def _check_schedule(rows: object, budget: int) -> None:
+    """Refuse a schedule that vLLM would cut or ignore, or refuse once the weights are read.
+
+    rows: num_speculative_tokens_per_batch_size of the user, or None. budget: nodes of a whole tree.
+    """
+    if rows is None:
+        return
+    good, previous = isinstance(rows, (list, tuple)) and len(rows) > 0, 0
+    for row in rows if isinstance(rows, (list, tuple)) else ():
+        if not isinstance(row, (list, tuple)) or [type(n) for n in row] != [int] * 3:
+            good = False
+            break
+        first, last, nodes = row
+        starts = first > previous if previous else first == 1
+        good = good and starts and first <= last and 0 <= nodes <= budget
+        previous = last
+    if not good:
+        wanted = (
+            "rows [first batch size, last, nodes], sizes from 1 on and in order,"
+            f" nodes in [0, tree_budget = {budget}]"
+        )
+        _refuse("num_speculative_tokens_per_batch_size", wanted, rows)
 
 
 def draft_block_size(draft: Any) -> int:
@@ -159,7 +205,10 @@ def draft_block_size(draft: Any) -> int:
 
 
 def _dflash(draft: Any) -> dict[str, Any]:
-    return dict(getattr(draft, "dflash_config", None) or {})
+    flash = getattr(draft, "dflash_config", None)
+    if flash is not None and not isinstance(flash, Mapping):
+        _refuse("dflash_config of the drafter", "a dictionary", flash)
+    return dict(flash or {})
 
 
 # Of the target's config: layers whose tokens do not see all their ancestors by attention.
@@ -237,14 +286,16 @@ def check_pair(text: Any, draft: Any, max_model_len: int) -> None:
     if not isinstance(ids, (list, tuple)) or not ids:
         _refuse("dflash_config.target_layer_ids of the drafter", "a list of target layers", ids)
     assert ids is not None
-    if not all(isinstance(i, int) and 0 <= i < layers for i in ids):
-        wanted = f"layers of the target, 0 to {layers - 1}"
+    # vLLM hands the drafter each layer's output once and in the order of the layers.
+    known = all(type(i) is int and 0 <= i < layers for i in ids)
+    if not known or list(ids) != sorted(set(ids)):
+        wanted = f"layers of the target, 0 to {layers - 1}, in order and each once"
         _refuse("dflash_config.target_layer_ids of the drafter", wanted, ids)
     counted = getattr(draft, "num_target_layers", None)
     if counted is not None and counted != layers:
         _refuse("num_target_layers of the drafter", f"the target's {layers} layers", counted)
     mask = flash.get("mask_token_id")
-    if not isinstance(mask, int) or not 0 <= mask < text.vocab_size:
+    if type(mask) is not int or not 0 <= mask < text.vocab_size:
         wanted = f"a token id below the vocabulary of {text.vocab_size}"
         _refuse("dflash_config.mask_token_id of the drafter", wanted, mask)
     if flash.get("sample_from_anchor"):
@@ -254,6 +305,14 @@ def check_pair(text: Any, draft: Any, max_model_len: int) -> None:
     if not isinstance(positions, int) or positions < max_model_len:
         wanted = f"at least max_model_len ({max_model_len}); lower --max-model-len"
         _refuse("max_position_embeddings of the drafter", wanted, positions)
+
+
+def check_weights(missing: Sequence[str]) -> None:
+    """Refuse a drafter whose files lack weights. missing: their names in a checkpoint."""
+    if missing:
+        named = ", ".join(missing[:3]) + (", ..." if len(missing) > 3 else "")
+        got = f"no {named} ({len(missing)} of them)"
+        _refuse("weights of the drafter", "every weight of its layers in its files", got)
 
 
 # Settings of vLLM's ParallelConfig and the only value that DDTree serves.

@@ -190,14 +190,15 @@ def load() -> ctypes.CDLL:
     Raises ImportError when it is missing or of another ABI.
     """
     path = library_path()
+    remedy = "`pip install` of kdtree-runner builds it"
+    if os.environ.get("KDTREE_LIB"):
+        remedy = f"KDTREE_LIB names it: wanted a {LIBRARY}"
     try:
         lib = ctypes.CDLL(str(path))
-    except OSError as error:
-        raise ImportError(
-            f"cannot load {path} ({error}); `pip install` of kdtree-runner builds it"
-        ) from error
-    for name in ("kdtree_version", "kdtree_build_info", "kdtree_last_error"):
-        getattr(lib, name).restype = c_char_p
+        for name in ("kdtree_version", "kdtree_build_info", "kdtree_last_error"):
+            getattr(lib, name).restype = c_char_p
+    except (OSError, AttributeError) as error:  # AttributeError: a library without the function
+        raise ImportError(f"cannot load {path} ({error}); {remedy}") from error
     version = lib.kdtree_version().decode()
     if not version.endswith(f"+abi{ABI_VERSION}"):
         raise ImportError(f"{path} must have ABI {ABI_VERSION}, got version {version}")

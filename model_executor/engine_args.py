@@ -27,6 +27,7 @@ from kdtree_runner.config import (
     check_vllm_version,
     draft_block_size,
     is_ours,
+    user_keys,
 )
 from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
 from kdtree_runner.platform import has_triton
@@ -44,8 +45,7 @@ REQUEST_STEP = 8  # requests between two sizes beyond vLLM's own
 
 def _user_config(args: EngineArgs) -> dict[str, Any] | None:
     """The user's speculative config if its method is ours, keys with underscores; else None."""
-    user = args.speculative_config
-    user = {k.replace("-", "_"): v for k, v in user.items()} if isinstance(user, dict) else {}
+    user = user_keys(args.speculative_config)
     flags = {
         "method": "spec_method",
         "model": "spec_model",

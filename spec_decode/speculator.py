@@ -3,18 +3,66 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
+from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
 from kdtree_runner import ops
-from kdtree_runner.config import TreeConfig
+from kdtree_runner.config import TreeConfig, check_weights
 from kdtree_runner.spec_decode.tree import TreeState
 from kdtree_runner.spec_decode.vocab_parallel import CandidateBuffers, VocabShard, all_gather
+
+# Of a drafter's parameters: what it may take from the target, or do without.
+OPTIONAL_WEIGHTS = ("embed_tokens", "lm_head", "mask_embedding")
+
+
+@contextmanager
+def _names_read() -> Iterator[set[str]]:
+    """The names of all weights that a drafter reads from its files while the block runs."""
+    names: set[str] = set()
+    load = DFlashQwen3ForCausalLM.load_weights
+
+    def record(self: Any, weights: Any) -> Any:
+        def each() -> Iterator[tuple[str, Tensor]]:
+            for name, weight in weights:
+                names.add(name)
+                yield name, weight
+
+        return load(self, each())
+
+    DFlashQwen3ForCausalLM.load_weights = record
+    try:
+        yield names
+    finally:
+        DFlashQwen3ForCausalLM.load_weights = load
+
+
+def missing_weights(model: nn.Module, names: set[str]) -> list[str]:
+    """The weights that a drafter needs and its files do not have, as a checkpoint names them.
+
+    names: of the weights in its files.
+    """
+    assert isinstance(model, DFlashQwen3ForCausalLM)
+    for old, new in model.model.hf_to_vllm_mapper.orig_to_new_substr.items():
+        names = {name.replace(old, new or "") for name in names}
+    missing = []
+    for parameter, _ in model.named_parameters():
+        if any(part in parameter for part in OPTIONAL_WEIGHTS):
+            continue
+        wanted = parameter.removeprefix("model.").replace("draft_id_to_target_id", "d2t")
+        parts = [wanted]
+        for fused, pieces in model.packed_modules_mapping.items():
+            if f".{fused}." in wanted:
+                parts = [wanted.replace(fused, piece) for piece in pieces]
+        missing += [name for name in parts if name not in names]
+    return missing
 
 
 class TreeSpeculator(DFlashSpeculator):
@@ -56,6 +104,22 @@ class TreeSpeculator(DFlashSpeculator):
         num_shards = 1 if self.shard is None else self.shard.num_shards
         rows = self.max_num_reqs * self.tree.horizon
         self.candidates = CandidateBuffers(rows, self.tree.topk, num_shards, self.device)
+
+    def load_draft_model(
+        self, target_model: nn.Module, target_attn_layer_names: set[str]
+    ) -> nn.Module:
+        """Load the drafter, and refuse files that lack weights of it.
+
+        vLLM's loader checks no DFlash model: what is missing would stay uninitialised, and every
+        draft be wrong. Quantised checkpoints have other names, dummy weights none.
+        """
+        with _names_read() as names:
+            model = super().load_draft_model(target_model, target_attn_layer_names)
+        spec = self.vllm_config.speculative_config
+        assert spec is not None
+        if names and spec.draft_model_config.quantization is None:
+            check_weights(missing_weights(model, names))
+        return model
 
     def sample_draft(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         """Keep the K best tokens and the log-sum-exp of each drafted position, and grow the trees.

@@ -16,6 +16,8 @@ from kdtree_runner.config import TreeConfig, UnsupportedError
 BLOCK = 8  # of the drafter: at most 7 drafted positions
 USER = {"method": "ddtree", "model": "drafter", "num_speculative_tokens": 7, "tree_budget": 16}
 
+SCHEDULE = "num_speculative_tokens_per_batch_size"
+
 
 def target(**changes: Any) -> Fake:
     """A target's text config, the geometry of Kimi K2.6."""
@@ -105,6 +107,15 @@ def check_refusal(call: Callable[[], object], key: str, wanted: str, got: str) -
         ({"num_speculative_tokens": "7"}, "num_speculative_tokens", "an integer", "'7'"),
         ({"tree_spine": 1}, "tree_spine", "true or false", "1"),
         ({"tree_spine": "yes"}, "tree_spine", "true or false", "'yes'"),
+        ({SCHEDULE: "x"}, SCHEDULE, "rows", "'x'"),
+        ({SCHEDULE: []}, SCHEDULE, "rows", "[]"),
+        ({SCHEDULE: [[1, 8]]}, SCHEDULE, "rows", "[[1, 8]]"),
+        ({SCHEDULE: [[1, 8, 4.0]]}, SCHEDULE, "rows", "4.0"),
+        ({SCHEDULE: [[1, 8, 17]]}, SCHEDULE, "tree_budget = 16", "17"),
+        ({SCHEDULE: [[1, 8, -1]]}, SCHEDULE, "in [0", "-1"),
+        ({SCHEDULE: [[2, 8, 4]]}, SCHEDULE, "from 1 on", "[2, 8, 4]"),
+        ({SCHEDULE: [[1, 4, 4], [4, 8, 2]]}, SCHEDULE, "in order", "[4, 8, 2]"),
+        ({SCHEDULE: [[1, 4, 4], [8, 6, 2]]}, SCHEDULE, "in order", "[8, 6, 2]"),
     ],
 )
 def test_settings(change: dict[str, Any], key: str, wanted: str, got: str) -> None:
@@ -118,6 +129,7 @@ def test_settings(change: dict[str, Any], key: str, wanted: str, got: str) -> No
         ({"num_speculative_tokens": None, "tree_budget": None}, 7, 16, False),
         ({"tree_budget": 3}, 3, 3, False),  # deeper positions could never be in the tree
         ({"num_speculative_tokens": 1, "tree_budget": 255, "tree_spine": True}, 1, 255, True),
+        ({SCHEDULE: [[1, 4, 16], (6, 8, 0)]}, 7, 16, False),
     ],
 )
 def test_good_settings(change: dict[str, Any], horizon: int, nodes: int, spine: bool) -> None:
@@ -129,7 +141,9 @@ def test_a_horizon_beyond_the_budget_is_refused_in_the_frozen_settings() -> None
         TreeConfig(8, 7)
 
 
-@pytest.mark.parametrize("method", ["DDTREE", "DDTree", "dd_tree", "dd-tree"])
+@pytest.mark.parametrize(
+    "method", ["DDTREE", "DDTree", "dd_tree", "dd-tree", "ddtree ", "dd tree", "ddtre", "ddtrees"]
+)
 def test_near_misses_of_the_method(method: str) -> None:
     with pytest.raises(UnsupportedError, match=r"'method': wanted 'ddtree', got '" + method):
         config.is_ours(USER | {"method": method})
@@ -145,6 +159,24 @@ def test_other_methods_are_not_ours() -> None:
     assert config.is_ours(USER)
     assert not config.is_ours({"method": "ngram", "num_speculative_tokens": 3})
     assert not config.is_ours({})
+
+
+def test_keys_of_a_speculative_config() -> None:
+    assert config.user_keys(None) == {}
+    assert config.user_keys("ngram") == {}  # vLLM's to refuse
+    given = {"method": "ddtree", "tree-budget": 8, 5: 6}
+    assert config.user_keys(given) == {"method": "ddtree", "tree_budget": 8, "5": 6}
+    for bad in ('{"method": "ddtree"}', [("method", "ddtree")]):
+        check_refusal(lambda b=bad: config.user_keys(b), "speculative_config", "dict", "ddtree")  # type: ignore[misc]
+    twice = {"method": "ddtree", "tree-budget": 8, "tree_budget": 9}
+    check_refusal(lambda: config.user_keys(twice), "'tree_budget'", "once", "[8, 9]")
+    config.user_keys(twice | {"method": "dflash"})
+
+
+def test_weights_of_the_drafter() -> None:
+    config.check_weights([])
+    missing = ["fc.weight", "norm.weight", "a.weight", "b.weight"]
+    check_refusal(lambda: config.check_weights(missing), "weights", "every", "4 of them")
 
 
 @pytest.mark.parametrize("version", ["0.31.9", "0.33.0", "0.32.0rc1", "1.0.0+cpu"])
@@ -187,6 +219,12 @@ def test_target(change: dict[str, Any], key: str, got: str) -> None:
         (drafter({"target_layer_ids": [-1]}), "target_layer_ids", "0 to 60", "-1"),
         (drafter({"target_layer_ids": []}), "target_layer_ids", "a list", "[]"),
         (drafter({"target_layer_ids": None}), "target_layer_ids", "a list", "None"),
+        (drafter({"target_layer_ids": [58, 1]}), "target_layer_ids", "in order", "[58, 1]"),
+        (drafter({"target_layer_ids": [1, 1]}), "target_layer_ids", "each once", "[1, 1]"),
+        (drafter({"target_layer_ids": [True, 2]}), "target_layer_ids", "0 to 60", "True"),
+        (drafter({"mask_token_id": True}), "mask_token_id", "163840", "True"),
+        (drafter(dflash_config=[7]), "dflash_config", "a dictionary", "[7]"),
+        (drafter(dflash_config="x"), "dflash_config", "a dictionary", "'x'"),
         (drafter({"mask_token_id": None}), "mask_token_id", "163840", "None"),
         (drafter({"mask_token_id": 163840}), "mask_token_id", "163840", "163840"),
         (drafter({"sample_from_anchor": True}), "sample_from_anchor", "false", "True"),

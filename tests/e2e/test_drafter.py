@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
+import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import (
+    PAIR,
     Baseline,
     EnginePool,
     Request,
     assert_equal,
     generate,
     greedy,
+    make_engine,
     runner,
     sampled,
     traced,
@@ -100,3 +105,23 @@ def test_drafts_differ_when_rows_stay_where_they_were(
     _, worst, same = largest_difference(right, drafts(tree, requests, want, wrong=False))
     assert worst > 0.1
     assert same < 1
+
+
+@pytest.mark.parametrize("name", ["fc.weight", "layers.2.self_attn.k_proj.weight", "norm.weight"])
+def test_a_drafter_that_lacks_weights_is_refused(
+    pool: EnginePool, tmp_path: Path, name: str
+) -> None:
+    """vLLM would serve it, with uninitialised weights and drafts that are never right."""
+    from safetensors.torch import load_file, save_file
+
+    from kdtree_runner.config import UnsupportedError
+
+    pool.get("tree")  # an engine that fails leaves the process's groups as they were
+    folder = tmp_path / "drafter"
+    shutil.copytree(PAIR / "drafter", folder)
+    (file,) = folder.glob("*.safetensors")
+    weights = load_file(file)
+    del weights[name]
+    save_file(weights, file, {"format": "pt"})
+    with pytest.raises(UnsupportedError, match=rf"weights of the drafter.*no {re.escape(name)} \("):
+        make_engine("tree", spec={"model": str(folder)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _ctypes
 import ctypes
 import re
 import shutil
@@ -82,13 +83,20 @@ def test_struct_fields_are_all_there() -> None:
         assert names == [name for name, *_ in struct._fields_], c_name
 
 
-def test_missing_library_is_an_import_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["none", "garbage", "another"])
+def test_a_wrong_library_is_an_import_error(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / f"{kind}.so"
+    if kind == "garbage":
+        path.write_text("not a library")
+    elif kind == "another":
+        shutil.copy(_ctypes.__file__, path)
     code = "import kdtree_runner.native as n; n.load()"
-    environment = {"KDTREE_LIB": str(tmp_path / "none.so"), "PATH": "/usr/bin:/bin"}
+    environment = {"KDTREE_LIB": str(path), "PATH": "/usr/bin:/bin"}
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
     )
-    assert run.returncode != 0 and "ImportError: cannot load" in run.stderr
+    assert run.returncode != 0 and f"ImportError: cannot load {path}" in run.stderr
+    assert "KDTREE_LIB names it: wanted a libkdtree_kernels_c.so" in run.stderr
 
 
 def test_kdtree_lib_names_another_library(monkeypatch: pytest.MonkeyPatch) -> None:
