@@ -1,9 +1,11 @@
-"""DDTree with tensor parallel 2, its workers placed by Ray. Runs on a CPU in under two minutes.
+"""DDTree with tensor parallel 2, its workers placed by Ray. On two CPU cores it
+takes two minutes.
 
     python examples/ray_tp.py
 
 It joins the cluster that RAY_ADDRESS or `ray start` names, and starts a local one otherwise. On a
 CPU each worker takes a GPU that is only declared: `ray start --head --num-gpus=2`.
+Ray ends its workers by SIGTERM: the stack that they print then is no failure.
 """
 
 from __future__ import annotations
