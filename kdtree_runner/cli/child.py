@@ -87,23 +87,46 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def run_job(job: dict[str, Any], channel: Channel) -> None:
-    """Make the engine, run every prompt, report."""
+    """Make the engine, do with the prompts what the job says, report."""
     started = time.perf_counter()
     llm = make_engine(job["engine"], channel)
     prompts = tokenize(llm, job["prompts"])
     channel.send("ready", startup_seconds=time.perf_counter() - started)
+    result = TASKS[job["task"]](llm, prompts, job, channel)
+    channel.send("result", **result, **describe(llm))
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], job: dict[str, Any], channel: Channel
+) -> dict[str, Any]:
+    """Run every prompt once."""
     run = Run(llm, prompts, job, channel)
     run.warm_up()
     before = acceptance(llm)
     run.generate()
-    result = {
+    return {
         "records": run.records,
         "seconds": run.seconds,
         "num_engine_steps": run.num_engine_steps,
         "acceptance": (acceptance(llm) - before).to_dict(),
-        **describe(llm),
     }
-    channel.send("result", **result)
+
+
+def measure_waves(*args: Any) -> dict[str, Any]:
+    """What `kdtree bench e2e` asks for."""
+    from kdtree_runner.cli.child_waves import measure
+
+    return measure(*args)
+
+
+def profile_steps(*args: Any) -> dict[str, Any]:
+    """What `kdtree bench step` asks for."""
+    from kdtree_runner.cli.child_profile import profile
+
+    return profile(*args)
+
+
+TASKS = {"generate": generate, "waves": measure_waves, "profile": profile_steps}
 
 
 def make_engine(args: dict[str, Any], channel: Channel) -> Any:

@@ -96,6 +96,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         cpu_threads=args.cpu_threads,
         trust_remote_code=args.trust_remote_code,
         language_model_only=args.language_model_only,
+        extra=args.engine_args,
     )
 
 
