@@ -7,12 +7,14 @@ import json
 import sys
 import time
 from pathlib import Path
+from typing import Protocol
 
 from kdtree_runner.cli.demo import default_model
 from kdtree_runner.cli.engine import EngineSettings, Mode
-from kdtree_runner.cli.errors import CommandError, EngineError, ExitCode, UserError
+from kdtree_runner.cli.errors import EngineError, ExitCode, UserError
 from kdtree_runner.cli.options import BUDGETS
 from kdtree_runner.cli.prompts import Prompt
+from kdtree_runner.cli.svg import Drawing
 from kdtree_runner.cli.verify import (
     choose_prompts,
     engine_settings,
@@ -96,14 +98,13 @@ def bench_prompts(path: Path | None, wanted: int) -> list[Prompt]:
     return choose_prompts(path, None)[:wanted]
 
 
-def save_plot(path: Path | None, report: object) -> None:
-    """Write the picture, if one is asked for."""
-    from kdtree_runner.cli.bench_e2e_report import Comparison
+class Drawable(Protocol):
+    """A report that has a picture."""
 
-    assert isinstance(report, Comparison)
-    if path is None:
-        return
-    try:
+    def plot(self) -> Drawing: ...
+
+
+def save_plot(path: Path | None, report: Drawable) -> None:
+    """Write the picture, if one is asked for."""
+    if path is not None:
         report.plot().save(path)
-    except OSError as error:
-        raise CommandError(f"--plot: {error}") from error

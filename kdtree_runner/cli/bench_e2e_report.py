@@ -221,7 +221,7 @@ class Comparison:
                 f"on: {' + '.join(sorted(set(found['devices'])))}, {ranks} ranks, {found['dtype']}",
                 f"models: {settings.model}, {settings.drafter}",
                 f"requests: {self.requests} x {sampling.max_tokens} tokens a repeat, {how}; "
-                f"{self.repeats} repeats, each on its own prompts; medians, of ratios the range too",
+                f"{self.repeats} repeats, each on its own prompts; medians, with ranges",
                 f"attention: {backends}",
                 f"versions: {packages}",
                 "tok/s, tok/step (a request) and ms/step: of the steps in which every request of "

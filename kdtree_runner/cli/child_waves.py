@@ -129,8 +129,5 @@ def captured_graphs(worker: Any) -> dict[str, Any]:
     runner = worker.model_runner
     drafter = getattr(getattr(runner, "speculator", None), "query_cudagraph_manager", None)
     managers = {"target": getattr(runner, "cudagraph_manager", None), "drafter": drafter}
-    return {
-        name: sorted(batch.num_tokens for batch in manager.graphs)
-        for name, manager in managers.items()
-        if getattr(manager, "graphs", None)
-    }
+    graphs = {name: getattr(manager, "graphs", None) for name, manager in managers.items()}
+    return {name: sorted(b.num_tokens for b in found) for name, found in graphs.items() if found}

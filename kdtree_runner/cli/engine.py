@@ -116,7 +116,7 @@ def engine_args(mode: Mode, settings: EngineSettings) -> dict[str, Any]:
     speculation = speculative_config(mode, settings)
     if speculation is not None:
         args["speculative_config"] = speculation
-    return args | settings.extra
+    return {**args, **settings.extra}
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from html import escape
 from pathlib import Path
@@ -79,7 +79,7 @@ class Panel:
 
     title: str
     x_label: str
-    lines: dict[str, Sequence[Point]]
+    lines: Mapping[str, Sequence[Point]]
     level: float | None = None
 
 
@@ -167,7 +167,7 @@ def draw_bars(
     return drawing
 
 
-def _colours(names: Sequence[str] | dict[str, Sequence[Point]]) -> list[str]:
+def _colours(names: Sized) -> list[str]:
     return [COLOURS[i % len(COLOURS)] for i in range(len(names))]
 
 
