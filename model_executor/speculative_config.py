@@ -6,7 +6,7 @@ from pydantic import Field
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from kdtree_runner.config import TreeConfig
+from kdtree_runner.config import TreeConfig, rope_with_amplitude
 
 
 @config
@@ -20,6 +20,16 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     """L, positions that the drafter fills in one pass."""
     tree_spine: bool = False
     """Whether the drafter's argmax chain is always in the tree."""
+    draft_rope_amplitude: float | None = None
+    """Factor on the drafter's cosines and sines; None: what its config says."""
+
+    def __post_init__(self) -> None:
+        """Read the drafter's config (super), then put its rotary amplitude there if one is set."""
+        super().__post_init__()
+        if self.draft_rope_amplitude is not None:
+            assert self.draft_model_config is not None
+            draft = self.draft_model_config.hf_config
+            draft.rope_parameters = rope_with_amplitude(draft, self.draft_rope_amplitude)
 
     @property
     def tree(self) -> TreeConfig:
