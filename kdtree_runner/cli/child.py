@@ -154,7 +154,8 @@ def make_engine(args: dict[str, Any], channel: Channel) -> Any:
 
 def tokenize(llm: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
     """Token ids of every prompt, checked against the model's length and vocabulary."""
-    tokenizer = llm.get_tokenizer()
+    with_text = any("prompt_token_ids" not in prompt for prompt in prompts)
+    tokenizer = llm.get_tokenizer() if with_text else None  # a model may have none
     config = llm.llm_engine.vllm_config.model_config
     max_len, vocab = config.max_model_len, config.get_vocab_size()
     result = []

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 from kdtree_runner.config import ATTENTION_BACKEND, METHOD
 from kdtree_runner.platform import is_cpu_build
+from kdtree_runner.spread_routing import STRATEGY, VARIABLE
 
 Kind = Literal["plain", "chain", "tree"]
 
@@ -42,6 +43,8 @@ class EngineSettings:
 
     horizon: L, positions drafted in one pass; None: the drafter's block size - 1.
     batch_size: requests decoded together at most (max_num_seqs).
+    spread_routing: draw experts at random, for models without real weights.
+    rope_amplitude: of the drafter under a tree, see config.rope_with_amplitude.
     extra: further arguments of vllm.LLM, which win over ours.
     """
 
@@ -59,6 +62,8 @@ class EngineSettings:
     cpu_threads: int | None = None
     trust_remote_code: bool = False
     language_model_only: bool = False
+    spread_routing: bool = False
+    rope_amplitude: float | None = None
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -120,19 +125,20 @@ def engine_args(mode: Mode, settings: EngineSettings) -> dict[str, Any]:
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Environment variables that an engine's process must start with; none on a GPU.
+    """Environment variables that an engine's process must start with.
 
-    Triton's own library is interpreted only if Triton hears of it before torch imports it, which is
-    before vLLM asks for our platform; the stock chain's rejection kernels need that. vLLM's own
-    binding of threads would override their number.
+    On a CPU Triton's own library is interpreted only if Triton hears of it before torch imports
+    it, which is before vLLM asks for our platform; the stock chain's rejection kernels need that.
+    vLLM's own binding of threads would override their number.
     """
+    routing = {VARIABLE: STRATEGY} if settings.spread_routing else {}
     if not is_cpu_build():
-        return {}
+        return routing
     threads = {}
     if settings.cpu_threads is not None:
         threads["OMP_NUM_THREADS"] = str(settings.cpu_threads)
         threads["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return {"TRITON_INTERPRET": "1", **threads}
+    return {"TRITON_INTERPRET": "1", **threads, **routing}
 
 
 def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] | None:
@@ -145,6 +151,8 @@ def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] |
         speculation["num_speculative_tokens"] = settings.horizon
     if mode.kind == "tree":
         speculation["tree_budget"] = mode.budget
+        if settings.rope_amplitude is not None:
+            speculation["draft_rope_amplitude"] = settings.rope_amplitude
     return speculation
 
 

@@ -149,6 +149,12 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--language-model-only", action="store_true", help="load no vision part (Kimi K2.6)"
     )
     group.add_argument(
+        "--draft-rope-amplitude",
+        type=number(0, above=True),
+        metavar="FACTOR",
+        help="of the drafter's cosines and sines, trees only (default: what its config says)",
+    )
+    group.add_argument(
         "--engine-args",
         type=mapping,
         default={},
@@ -347,6 +353,11 @@ def _add_bench_engines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="the target (default: examples/tiny_kimi/target)")
     parser.add_argument("--drafter", help="its drafter (default: examples/tiny_kimi/drafter)")
     parser.add_argument("--prompts", type=Path, metavar="FILE", help="default: the shipped set")
+    parser.add_argument(
+        "--spread-routing",
+        action="store_true",
+        help="draw experts at random: for models without real weights (scripts/kimi_shaped.py)",
+    )
     parser.add_argument(
         "--modes",
         type=some_of(MODES),
