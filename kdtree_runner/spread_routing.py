@@ -54,7 +54,7 @@ def register_strategy() -> None:
             num_tokens, num_experts = router_logits.shape
             device = router_logits.device
             ids = torch.randint(
-                num_experts, (num_tokens, top_k), dtype=indices_type or torch.long, device=device
+                num_experts, (num_tokens, top_k), dtype=indices_type or torch.int32, device=device
             )
             known = self.weights.get((device, top_k))
             if known is None or known.shape[0] < num_tokens:  # at start-up: profiling is largest

@@ -31,10 +31,12 @@ def run(args: argparse.Namespace) -> ExitCode:
 
     settings, sampling = bench_settings(args), sampling_settings(args)
     batches = tuple(sorted(set(args.batches)))
-    requests = max(args.num_prompts, batches[-1])
-    prompts = bench_prompts(args.prompts, requests * args.repeats)
+    requests = args.num_prompts
+    prompts = bench_prompts(
+        args.prompts, requests * (args.repeats - 1) + max(requests, batches[-1])
+    )
     report = Comparison(settings, sampling, requests, args.repeats, ["kdtree", *sys.argv[1:]])
-    total = len(batches) * args.repeats * requests * sampling.max_tokens
+    total = sum(-(-requests // b) * b for b in batches) * args.repeats * sampling.max_tokens
     started = time.perf_counter()
     with log_directory() as logs, EngineProgress() as progress:
         for mode in choose_modes(args):

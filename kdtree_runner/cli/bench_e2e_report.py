@@ -127,7 +127,7 @@ HEADS = ("batch", "mode", "tok/s", "tok/step", "ms/step", "TTFT ms", "x plain", 
 class Comparison:
     """Everything that one `kdtree bench e2e` measured.
 
-    requests: in a repeat, each on the repeat's own prompts.
+    requests: in a repeat, each on the repeat's own prompts; of larger batches as many as they hold.
     """
 
     settings: EngineSettings

@@ -310,7 +310,7 @@ def add_bench_e2e(parser: argparse.ArgumentParser) -> None:
         "--num-prompts",
         type=integer(1),
         default=DEFAULT_PROMPTS,
-        help="requests a repeat, the largest batch at least (default: %(default)s)",
+        help="requests a repeat, in whole batches (default: %(default)s)",
     )
     parser.add_argument("--max-tokens", type=integer(2), default=128, help="default: %(default)s")
     parser.add_argument(

@@ -73,7 +73,7 @@ class BenchJob(Job):
 
     task: "waves", timed groups of requests, or "profile", whose steps are taken apart.
     batches: requests decoded together, one measurement each. repeats: of every measurement, each
-    on the next prompts. num_steps: that a profile holds.
+    on the next prompts. requests: of a repeat, in whole batches. num_steps: that a profile holds.
     """
 
     task: str = "waves"

@@ -79,7 +79,7 @@ def test_ratios_are_paired_and_equality_stands_beside_them(
     assert main([*flags, *more]) == 0
     assert [job.mode.label for job in jobs] == ["plain", "chain", "tree 8", "tree 16"]
     assert jobs[0].batches == (1, 4)
-    assert jobs[0].requests == 4  # the largest batch at least
+    assert jobs[0].requests == 2
     assert {job.settings.batch_size for job in jobs} == {4}
     rows = [
         [part.strip() for part in line.split("|")[1:-1]]
