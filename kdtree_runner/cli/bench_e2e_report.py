@@ -18,6 +18,7 @@ class Cell:
 
     seconds, num_steps, num_tokens: of the steps in which the whole batch decodes. wall_seconds: of
     everything, prompts and the last requests' ends included. token_ids: of each request.
+    num_from_cache: waves whose prompts may have been in the prefix cache.
     """
 
     batch: int
@@ -29,6 +30,7 @@ class Cell:
     first_token_seconds: list[float]
     token_ids: list[list[int]]
     acceptance: dict[str, Any]
+    num_from_cache: int = 0
 
     @property
     def tokens_per_second(self) -> float:
@@ -215,6 +217,8 @@ class Comparison:
         )
         least = self.batches[0] if self.batches else 1
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
+        cached = sum(cell.num_from_cache for run in self.runs for cell in run.cells)
+        warning = [f"WARNING: the prefix cache was not emptied before {cached} waves"]
         return "\n".join(
             [
                 f"command: {' '.join(self.command)}",
@@ -227,6 +231,7 @@ class Comparison:
                 "tok/s, tok/step (a request) and ms/step: of the steps in which every request of "
                 "the batch decodes",
                 f"equal: requests whose tokens are those of plain decoding at batch {least}",
+                *(warning if cached else []),
             ]
         )
 

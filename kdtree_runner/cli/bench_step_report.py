@@ -44,13 +44,10 @@ class StepReport:
         bar[IDLE if on_gpu else REST] = max(step / 1e3 - sum(bar.values()), 0.0)
         return bar
 
-    def host_ms(self, label: str, batch: int) -> float | None:
-        """The host's own time of a profiled step, waiting taken out; None out of process."""
-        found = self.found(label, batch)
-        if not found["in_process"]:
-            return None
-        profile = found["profile"]
-        return float(profile["step"] - profile["waits"]) / 1e3
+    def host_ms(self, label: str, batch: int) -> float:
+        """The host's own time in the runner's part of a profiled step, waiting taken out."""
+        profile = self.found(label, batch)["profile"]
+        return float(sum(profile["host"].values()) - profile["waits"]) / 1e3
 
     def table(self, batch: int) -> str:
         """In Markdown: a row a part, a column a mode."""
@@ -66,7 +63,7 @@ class StepReport:
         rows.append(["step, no profiler", *(f"{f['step_us'] / 1e3:.3f}" for f in found)])
         rows.append(["step, profiled", *(f"{f['profile']['step'] / 1e3:.3f}" for f in found)])
         hosts = [self.host_ms(label, batch) for label in self.results]
-        rows.append(["host, profiled", *("-" if h is None else f"{h:.3f}" for h in hosts)])
+        rows.append(["runner on the host", *(f"{host:.3f}" for host in hosts)])
         per_step = [f["num_tokens"] / f["num_steps"] / batch for f in found]
         rows.append(["tokens a step", *(f"{tokens:.2f}" for tokens in per_step)])
         head = [f"batch {batch}, ms", *bars]
@@ -101,7 +98,7 @@ class StepReport:
                 f"versions: {packages}",
                 f"parts: the GPU's busy time, {IDLE}: a step without profiler less that; "
                 "with no GPU the host's time in profiled steps",
-                "host, profiled: a step less the calls that wait for the GPU",
+                "runner on the host: of a profiled step, calls that wait for the GPU taken out",
             ]
         )
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import tempfile
 import time
 from collections.abc import Callable
@@ -24,13 +23,13 @@ def profile(
 ) -> dict[str, Any]:
     """Every batch size: time its steps as they are, then profile as many."""
     started = time.perf_counter()
-    in_process = llm.collective_rpc(mark_steps)[0] == os.getpid()
+    llm.collective_rpc(mark_steps)
     batches = []
     for batch in job["batches"]:
         group = [prompts[i % len(prompts)] for i in range(batch)]
         short = job["sampling"] | {"max_tokens": WARMUP_TOKENS}
         run_wave(llm, group, short, f"warm-{batch}")
-        batches.append({"batch": batch, "in_process": in_process, **_steps(llm, group, job)})
+        batches.append({"batch": batch, **_steps(llm, group, job)})
         channel.send("progress", tokens=0)
     return {
         "batches": batches,
@@ -92,8 +91,8 @@ def _steps(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> dict[str,
 # ---- in a rank's process ---------------------------------------------------------------------
 
 
-def mark_steps(worker: Any) -> int:
-    """Put ranges around the parts of a step of this rank's runner. Returns the process's id.
+def mark_steps(worker: Any) -> None:
+    """Put ranges around the parts of a step of this rank's runner.
 
     The methods of these very objects are wrapped, in this process and for its life: no other
     command has these ranges.
@@ -112,7 +111,6 @@ def mark_steps(worker: Any) -> int:
     for owner, name, part in places:
         if hasattr(owner, name):
             setattr(owner, name, _marked(getattr(owner, name), part))
-    return os.getpid()
 
 
 def _marked(call: Callable[..., Any], part: str) -> Callable[..., Any]:

@@ -22,13 +22,14 @@ class Wave:
 
     tokens: emitted by each request. ends: seconds from the wave's start to the end of each engine
     step that emitted something; counts: tokens of each request in that step. last: how many of the
-    steps ran before any request ended.
+    steps ran before any request ended. from_cache: the prefix cache could not be emptied before.
     """
 
     tokens: list[list[int]]
     ends: list[float] = field(default_factory=list)
     counts: list[list[int]] = field(default_factory=list)
     last: int | None = None
+    from_cache: bool = False
 
     @property
     def first_token(self) -> list[float]:
@@ -54,8 +55,8 @@ def run_wave(llm: Any, prompts: list[list[int]], sampling: dict[str, Any], name:
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
-    llm.reset_prefix_cache()
     engine, wave = llm.llm_engine, Wave([[] for _ in prompts])
+    wave.from_cache = not llm.reset_prefix_cache()
     begin = time.perf_counter()
     for i, ids in enumerate(prompts):
         params = SamplingParams(
@@ -120,6 +121,7 @@ def _cell(batch: int, repeat: int, waves: list[Wave]) -> dict[str, Any]:
         "num_tokens": tokens,
         "wall_seconds": sum(wave.ends[-1] for wave in waves),
         "first_token_seconds": [second for wave in waves for second in wave.first_token],
+        "num_from_cache": sum(wave.from_cache for wave in waves),
         "token_ids": [ids for wave in waves for ids in wave.tokens],
     }
 

@@ -54,8 +54,8 @@ class Profile:
     """Of a step on average, in microseconds.
 
     device: busy time of the GPU by part, each moment counted once. host: time of the host in each
-    part's ranges, ranges within them taken out. kernels: name, time and number, by part.
-    step: wall time of a profiled step. waits: of it, what the host waited for the GPU.
+    part's ranges, ranges within them taken out. waits: of that, calls that wait for the GPU.
+    kernels: name, time and number, by part. step: wall time of a profiled step.
     """
 
     num_steps: int
@@ -78,15 +78,16 @@ def summarize(events: Iterable[Event], skip: int) -> Profile:
     ranges = [r for r in ranges if r.start >= begin]
     profile = Profile(count, (end - begin) / count, 0.0)
     profile.host = {k: v / count for k, v in self_times(ranges).items()}
+    owners = Owners(ranges)
     waited = [
         event["dur"]
         for event in complete
         if event.get("cat") in LAUNCH_CATEGORIES
         and WAITS.search(event["name"])
-        and event["ts"] >= begin
+        and owners.part(event.get("tid"), event["ts"]) != "other"
     ]
     profile.waits = sum(waited) / count
-    _add_device(profile, complete, ranges, begin)
+    _add_device(profile, complete, owners, begin)
     return profile
 
 
@@ -136,10 +137,7 @@ class Owners:
         return "other"
 
 
-def _add_device(
-    profile: Profile, events: Sequence[Event], ranges: Sequence[Interval], begin: float
-) -> None:
-    owners = Owners(ranges)
+def _add_device(profile: Profile, events: Sequence[Event], owners: Owners, begin: float) -> None:
     launches = {
         event["args"]["correlation"]: event
         for event in events
