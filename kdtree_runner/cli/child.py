@@ -18,13 +18,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kdtree_runner.cli.errors import Refused
+
 PROGRESS_INTERVAL = 0.2  # seconds between progress events
 WARMUP_TOKENS = 4  # compiles what compiles lazily, before the clock runs
 WARMUP_PROMPT = 8  # prompt tokens of the warm-up: less than a page, so the prefix cache stays empty
-
-
-class Refused(Exception):
-    """The job itself is wrong: the user's mistake, not the engine's."""
 
 
 class Channel:

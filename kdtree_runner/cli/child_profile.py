@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kdtree_runner.cli.child import Channel, Refused
 from kdtree_runner.cli.child_waves import WARMUP_TOKENS, captured_graphs, run_wave
+from kdtree_runner.cli.errors import Refused
 from kdtree_runner.cli.trace import MARK, STEP, summarize
+
+if TYPE_CHECKING:
+    from kdtree_runner.cli.child import Channel
 
 SETTLE_STEPS = 8  # before anything is timed: the batch is whole and the queue of steps is full
 SKIPPED_STEPS = 2  # of the profile: they pay for its start

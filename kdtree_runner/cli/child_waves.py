@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from kdtree_runner.cli.child import Channel
+if TYPE_CHECKING:
+    from kdtree_runner.cli.child import Channel
 
 WARMUP_TOKENS = 16  # a request of a batch size's first wave, which compiles and is not counted
 
