@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import textwrap
 from collections.abc import Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from html import escape
@@ -14,6 +15,7 @@ COLOURS = ("#7f7f7f", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#d
 FONT = 'font-family="sans-serif" font-size="12"'
 MARGIN = (64, 20, 44, 40)  # left, right, bottom, top, in pixels
 PANEL = (420, 280)
+LETTER = 7.0  # pixels of a letter, rather more than most take
 
 
 @dataclass
@@ -97,6 +99,7 @@ def draw_panels(panels: Sequence[Panel], notes: Sequence[str]) -> Drawing:
     """Panels side by side, a legend, and below it the conditions."""
     left, right, bottom, top = MARGIN
     width = len(panels) * (PANEL[0] + left + right)
+    notes = _wrapped(notes, width - left - right)
     height = top + PANEL[1] + bottom + 26 + 16 * len(notes)
     drawing = Drawing(width, height)
     for i, panel in enumerate(panels):
@@ -144,6 +147,7 @@ def draw_bars(
     """One bar a name, made of parts laid end to end; parts have the same colour in every bar."""
     parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
     left, width, row, top = 110.0, 760.0, 34.0, 48.0
+    notes = _wrapped(notes, width)
     marks = ticks(max((sum(bar.values()) for bar in bars.values()), default=1.0))
     bottom = top + row * len(bars)
     drawing = Drawing(left + width + 70, bottom + 74 + 16 * len(notes))
@@ -175,7 +179,12 @@ def _legend(drawing: Drawing, names: Sequence[str], x: float, y: float) -> None:
     for name, colour in zip(names, _colours(names), strict=True):
         drawing.box(x, y - 9, 11, 11, colour, name)
         drawing.text(x + 16, y, name)
-        x += 16 + 7.2 * len(name) + 18
+        x += 16 + LETTER * len(name) + 18
+
+
+def _wrapped(notes: Sequence[str], width: float) -> list[str]:
+    """Lines that fit into so many pixels."""
+    return [line for note in notes for line in textwrap.wrap(note, int(width / LETTER))]
 
 
 def _notes(drawing: Drawing, notes: Sequence[str], x: float, y: float) -> None:
