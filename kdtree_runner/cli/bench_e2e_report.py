@@ -222,7 +222,8 @@ class Comparison:
         return "\n".join(
             [
                 f"command: {' '.join(self.command)}",
-                f"on: {' + '.join(sorted(set(found['devices'])))}, {ranks} ranks, {found['dtype']}",
+                f"on: {' + '.join(sorted(set(found['devices'])))}, ranks: {ranks}; "
+                f"{found['dtype']}",
                 f"models: {settings.model}, {settings.drafter}",
                 f"requests: {self.requests} x {sampling.max_tokens} tokens a repeat, {how}; "
                 f"{self.repeats} repeats, each on its own prompts; medians, with ranges",

@@ -92,7 +92,7 @@ class StepReport:
             [
                 f"command: {' '.join(self.command)}",
                 f"on: {' + '.join(sorted(set(found['devices'])))}, "
-                f"{settings.tensor_parallel_size} ranks, {found['dtype']}; rank 0 is profiled",
+                f"ranks: {settings.tensor_parallel_size}, the first is profiled; {found['dtype']}",
                 f"models: {settings.model}, {settings.drafter}; means of {steps} steps",
                 f"attention: {attention}",
                 f"versions: {packages}",
@@ -112,13 +112,9 @@ class StepReport:
             for batch in batches
             for label in self.results
         }
-        ordered = {
-            name: {part: bar[part] for part in (*PARTS, IDLE, REST) if part in bar}
-            for name, bar in bars.items()
-        }
-        return draw_bars(
-            "a decode step by its parts", "ms", ordered, self.conditions().split("\n")[1:4]
-        )
+        parts = [part for part in (*PARTS, IDLE, REST) if any(part in bar for bar in bars.values())]
+        notes = self.conditions().splitlines()[1:4]
+        return draw_bars("a decode step by its parts", "ms", parts, bars, notes)
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

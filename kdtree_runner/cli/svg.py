@@ -11,7 +11,17 @@ from html import escape
 from pathlib import Path
 
 # Okabe and Ito's colours, which every eye tells apart; plain decoding is grey.
-COLOURS = ("#7f7f7f", "#e69f00", "#0072b2", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
+COLOURS = (
+    "#7f7f7f",
+    "#e69f00",
+    "#0072b2",
+    "#009e73",
+    "#cc79a7",
+    "#56b4e9",
+    "#d55e00",
+    "#000000",
+    "#f0e442",
+)
 FONT = 'font-family="sans-serif" font-size="12"'
 MARGIN = (64, 20, 44, 40)  # left, right, bottom, top, in pixels
 PANEL = (420, 280)
@@ -142,10 +152,13 @@ def _draw_panel(drawing: Drawing, panel: Panel, x0: float, y0: float) -> None:
 
 
 def draw_bars(
-    title: str, unit: str, bars: dict[str, dict[str, float]], notes: Sequence[str]
+    title: str,
+    unit: str,
+    parts: Sequence[str],
+    bars: dict[str, dict[str, float]],
+    notes: Sequence[str],
 ) -> Drawing:
-    """One bar a name, made of parts laid end to end; parts have the same colour in every bar."""
-    parts = list(dict.fromkeys(part for bar in bars.values() for part in bar))
+    """One bar a name, made of `parts` laid end to end, each in the same colour in every bar."""
     left, width, row, top = 110.0, 760.0, 34.0, 48.0
     notes = _wrapped(notes, width)
     marks = ticks(max((sum(bar.values()) for bar in bars.values()), default=1.0))
