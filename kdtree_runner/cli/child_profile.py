@@ -100,7 +100,7 @@ def mark_steps(worker: Any) -> None:
     The methods of these very objects are wrapped, in this process and for its life: no other
     command has these ranges.
     """
-    runner = worker.model_runner
+    runner, worker.kdtree_marks = worker.model_runner, Marks()
     places = [
         (runner, "execute_model", STEP),
         (runner, "sample", "sampler"),
@@ -113,17 +113,26 @@ def mark_steps(worker: Any) -> None:
     ]
     for owner, name, part in places:
         if hasattr(owner, name):
-            setattr(owner, name, _marked(getattr(owner, name), part))
+            setattr(owner, name, worker.kdtree_marks.around(getattr(owner, name), part))
 
 
-def _marked(call: Callable[..., Any], part: str) -> Callable[..., Any]:
-    import torch
+class Marks:
+    """Ranges around calls, while a profile runs: else they would cost a step microseconds."""
 
-    def marked(*args: Any, **kwargs: Any) -> Any:
-        with torch.profiler.record_function(MARK + part):
-            return call(*args, **kwargs)
+    def __init__(self) -> None:
+        self.on = False
 
-    return marked
+    def around(self, call: Callable[..., Any], part: str) -> Callable[..., Any]:
+        """The same call within a range of this part."""
+        import torch
+
+        def marked(*args: Any, **kwargs: Any) -> Any:
+            if not self.on:
+                return call(*args, **kwargs)
+            with torch.profiler.record_function(MARK + part):
+                return call(*args, **kwargs)
+
+        return marked
 
 
 def start_profile(worker: Any) -> None:
@@ -136,6 +145,7 @@ def start_profile(worker: Any) -> None:
         torch.cuda.synchronize()
     worker.kdtree_profile = torch.profiler.profile(activities=activities)
     worker.kdtree_profile.start()
+    worker.kdtree_marks.on = True
 
 
 def stop_profile(worker: Any) -> dict[str, Any]:
@@ -144,6 +154,7 @@ def stop_profile(worker: Any) -> dict[str, Any]:
 
     if torch.cuda.is_available():
         torch.cuda.synchronize()
+    worker.kdtree_marks.on = False
     worker.kdtree_profile.stop()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

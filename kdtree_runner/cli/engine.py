@@ -44,7 +44,7 @@ class EngineSettings:
     horizon: L, positions drafted in one pass; None: the drafter's block size - 1.
     batch_size: requests decoded together at most (max_num_seqs).
     spread_routing: draw experts at random, for models without real weights.
-    rope_amplitude: of the drafter under a tree, see config.rope_with_amplitude.
+    tree: further keys of a tree's speculative config.
     extra: further arguments of vllm.LLM, which win over ours.
     """
 
@@ -63,7 +63,7 @@ class EngineSettings:
     trust_remote_code: bool = False
     language_model_only: bool = False
     spread_routing: bool = False
-    rope_amplitude: float | None = None
+    tree: Mapping[str, Any] = field(default_factory=dict)
     extra: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -150,9 +150,7 @@ def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] |
     if settings.horizon is not None:
         speculation["num_speculative_tokens"] = settings.horizon
     if mode.kind == "tree":
-        speculation["tree_budget"] = mode.budget
-        if settings.rope_amplitude is not None:
-            speculation["draft_rope_amplitude"] = settings.rope_amplitude
+        speculation |= {"tree_budget": mode.budget, **settings.tree}
     return speculation
 
 

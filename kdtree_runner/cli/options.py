@@ -149,10 +149,11 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         "--language-model-only", action="store_true", help="load no vision part (Kimi K2.6)"
     )
     group.add_argument(
-        "--draft-rope-amplitude",
-        type=number(0, above=True),
-        metavar="FACTOR",
-        help="of the drafter's cosines and sines, trees only (default: what its config says)",
+        "--tree-args",
+        type=mapping,
+        default={},
+        metavar="JSON",
+        help="further keys of a tree's speculative config, as an object",
     )
     group.add_argument(
         "--engine-args",

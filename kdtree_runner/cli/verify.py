@@ -97,7 +97,7 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         trust_remote_code=args.trust_remote_code,
         language_model_only=args.language_model_only,
         spread_routing=getattr(args, "spread_routing", False),
-        rope_amplitude=args.draft_rope_amplitude,
+        tree=args.tree_args,
         extra=args.engine_args,
     )
 

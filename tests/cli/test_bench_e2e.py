@@ -11,6 +11,7 @@ from cli_fakes import DRAFTS, NO_DRAFTS, result, write_model
 from kdtree_runner.cli import supervise
 from kdtree_runner.cli.bench_e2e_report import Spread
 from kdtree_runner.cli.child_waves import Wave
+from kdtree_runner.cli.engine import engine_environment
 from kdtree_runner.cli.errors import EngineError
 from kdtree_runner.cli.main import main
 from kdtree_runner.cli.supervise import BenchJob
@@ -121,13 +122,17 @@ def test_a_chain_that_never_drafts_is_no_measurement(
 def test_a_job_says_what_its_child_needs(flags: list[str], engines: Callable) -> None:
     jobs = engines()
     extra = '{"load_format": "dummy", "max_model_len": 64}'
-    assert main([*flags, "--modes", "tree", "--tree-budget", "8", "--engine-args", extra]) == 0
+    more = ["--engine-args", extra, "--tree-args", '{"tree_spine": true}', "--spread-routing"]
+    assert main([*flags, "--modes", "tree", "--tree-budget", "8", *more]) == 0
     job = jobs[0].to_dict()
     assert job["task"] == "waves"
     assert job["batches"] == (1, 4)
     assert job["engine"]["max_num_seqs"] == 4
     assert job["engine"]["load_format"] == "dummy"
+    assert job["engine"]["speculative_config"]["tree_spine"] is True
     assert job["sampling"]["ignore_eos"]
+    environment = engine_environment(jobs[0].settings)
+    assert environment["VLLM_MOE_ROUTING_SIMULATION_STRATEGY"] == "kdtree_uniform"
 
 
 def test_only_steps_of_the_whole_batch_count() -> None:
