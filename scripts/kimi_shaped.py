@@ -5,7 +5,8 @@
 
 `make` writes configs and prompts, no weights: engines fill them in (`load_format` dummy). With
 `--share-of 8` every width that tensor parallelism splits is an eighth, so that one GPU does what a
-rank of eight does, but for the exchange between ranks. It prints the command that measures.
+rank of eight does, but for the exchange between ranks. It prints the command that measures, on a
+GPU: vLLM's CPU layers repack a drafter's dummy weights before its fused copy of them is made.
 
 `project` takes two such measurements that differ in layers only: their difference is what a layer
 costs, and with it the step of all 61 layers. What is measured and what is not, its table says.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -221,7 +222,7 @@ class Comparison:
         warning = [f"WARNING: the prefix cache was not emptied before {cached} waves"]
         return "\n".join(
             [
-                f"command: {' '.join(self.command)}",
+                f"command: {shlex.join(self.command)}",
                 f"on: {' + '.join(sorted(set(found['devices'])))}, ranks: {ranks}; "
                 f"{found['dtype']}",
                 f"models: {settings.model}, {settings.drafter}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -90,7 +91,7 @@ class StepReport:
         packages = ", ".join(f"{name} {version}" for name, version in versions().items())
         return "\n".join(
             [
-                f"command: {' '.join(self.command)}",
+                f"command: {shlex.join(self.command)}",
                 f"on: {' + '.join(sorted(set(found['devices'])))}, "
                 f"ranks: {settings.tensor_parallel_size}, the first is profiled; {found['dtype']}",
                 f"models: {settings.model}, {settings.drafter}; means of {steps} steps",
