@@ -101,15 +101,25 @@ def mark_steps(worker: Any) -> None:
     command has these ranges.
     """
     runner, worker.kdtree_marks = worker.model_runner, Marks()
+    graphs, drafter = (
+        getattr(runner, "cudagraph_manager", None),
+        getattr(runner, "speculator", None),
+    )
+    sampler = getattr(runner, "rejection_sampler", None)
     places = [
         (runner, "execute_model", STEP),
         (runner, "sample", "sampler"),
         (runner, "postprocess_sampled", "sampler"),
         (runner.model, "forward", "verify"),
         (runner.model, "compute_logits", "verify"),
-        (getattr(runner, "cudagraph_manager", None), "run_fullgraph", "verify"),
-        (getattr(runner, "cudagraph_manager", None), "run_pw_graph", "verify"),
-        (getattr(runner, "speculator", None), "propose", "draft"),
+        (graphs, "run_fullgraph", "verify"),
+        (graphs, "run_pw_graph", "verify"),
+        (drafter, "propose", "draft"),
+        # Of DDTree alone.
+        (sampler, "_accept", "accept"),
+        (sampler, "commit", "commit"),
+        (drafter, "_put_in_sequence", "commit"),
+        (drafter, "_grow", "build"),
     ]
     for owner, name, part in places:
         if hasattr(owner, name):
