@@ -6,11 +6,19 @@ Nothing here imports vLLM: the checks read plain attributes, so that a config fi
 from __future__ import annotations
 
 import difflib
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from kdtree_runner import native
+from kdtree_runner.refusal import UnsupportedError
+from kdtree_runner.refusal import integer as _integer
+from kdtree_runner.refusal import refuse as _refuse
+from kdtree_runner.sharding import check_sharding
+
+__all__ = ["TreeConfig", "UnsupportedError"]
 
 SUPPORTED_VLLM = ("0.32.0",)
 METHOD = "ddtree"
@@ -43,6 +51,7 @@ PASSED_KEYS = (
     "draft_load_config",
     "kv_cache_dtype",
     "num_speculative_tokens_per_batch_size",
+    "draft_rope_amplitude",  # ours, and passed on like vLLM's
 )
 
 
@@ -80,21 +89,6 @@ def is_ours(user: Mapping[str, Any]) -> bool:
         if key in user:
             _refuse(f"speculative_config key {key!r}", f"method {METHOD!r} with it", method)
     return False
-
-
-class UnsupportedError(ValueError):
-    """A setting or model that DDTree does not serve: names the key, what was wanted, what came."""
-
-
-def _refuse(key: str, wanted: str, got: object) -> None:
-    raise UnsupportedError(f"{key}: wanted {wanted}, got {got!r}")
-
-
-def _integer(key: str, value: object, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        _refuse(key, f"an integer in [{low}, {high}]", value)
-    assert isinstance(value, int)
-    return value
 
 
 def supports_vllm(version: str) -> bool:
@@ -140,6 +134,27 @@ class TreeConfig:
     def num_tokens(self) -> int:
         """T = 1 + N, tokens the target verifies for a request."""
         return 1 + self.num_nodes
+
+    @classmethod
+    def from_files(
+        cls,
+        user: Mapping[str, Any],
+        target: Mapping[str, Any],
+        draft: Mapping[str, Any],
+        max_model_len: int,
+        tensor_parallel_size: int = 1,
+    ) -> TreeConfig:
+        """From a speculative config and the contents of both models' config.json, nothing else.
+
+        Refuses what the engine would refuse of this pair at start-up.
+        """
+        text, drafter = text_config(target), SimpleNamespace(**draft)
+        check_target(text)
+        check_pair(text, drafter, max_model_len)
+        check_sharding(text, drafter, tensor_parallel_size)
+        if user.get("draft_rope_amplitude") is not None:
+            rope_with_amplitude(drafter, user["draft_rope_amplitude"])
+        return cls.from_user(user, draft_block_size(drafter))
 
     @staticmethod
     def check_keys(user: Mapping[str, Any]) -> None:
@@ -209,6 +224,36 @@ def _dflash(draft: Any) -> dict[str, Any]:
     if flash is not None and not isinstance(flash, Mapping):
         _refuse("dflash_config of the drafter", "a dictionary", flash)
     return dict(flash or {})
+
+
+def text_config(target: Mapping[str, Any]) -> SimpleNamespace:
+    """A target's text config from its config.json, which may wrap it beside a vision part.
+
+    What only the wrapper says, such as its quantization, holds for the text too.
+    """
+    inner = target.get("text_config")
+    if inner is None:
+        return SimpleNamespace(**target)
+    kept = {k: target[k] for k in ("quantization_config",) if target.get(k) is not None}
+    return SimpleNamespace(**{**kept, **{k: v for k, v in inner.items() if v is not None}})
+
+
+def rope_with_amplitude(draft: Any, amplitude: object) -> dict[str, Any]:
+    """The drafter's rotary parameters with this factor on cosines and sines.
+
+    Yarn's own factor is 0.1 ln(factor) + 1. A config that names both mscale and mscale_all_dim
+    means their quotient, which older engines did not read: which of the two a drafter was trained
+    with, its checkpoint does not say. A wrong one costs acceptance, never correctness.
+    """
+    rope = getattr(draft, "rope_parameters", None) or getattr(draft, "rope_scaling", None) or {}
+    kind = rope.get("rope_type", rope.get("type"))
+    if kind != "yarn":
+        _refuse("draft_rope_amplitude", "a drafter with yarn rotary positions for it", kind)
+    if isinstance(amplitude, bool) or not isinstance(amplitude, (int, float)):
+        _refuse("draft_rope_amplitude", "a number above 0", amplitude)
+    if not math.isfinite(amplitude) or amplitude <= 0:
+        _refuse("draft_rope_amplitude", "a number above 0", amplitude)
+    return {**rope, "attention_factor": float(amplitude)}
 
 
 # Of the target's config: layers whose tokens do not see all their ancestors by attention.
@@ -359,6 +404,11 @@ def check_engine(config: Any, device_type: str = "cpu") -> None:
     if config.cache_config.cache_dtype not in caches:
         wanted = f"one of {', '.join(caches)} with method {METHOD!r}"
         _refuse("kv_cache_dtype", wanted, config.cache_config.cache_dtype)
+    speculative = getattr(config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None:
+        size = config.parallel_config.tensor_parallel_size
+        check_sharding(model.hf_text_config, draft.hf_config, size)
     absent = {
         "lora_config": config.lora_config,
         "kv_transfer_config": config.kv_transfer_config,

@@ -6,6 +6,7 @@ from contextlib import suppress
 from typing import Any
 
 from kdtree_runner.config import ATTENTION_BACKEND, supports_vllm
+from kdtree_runner.spread_routing import register_strategy
 
 BACKENDS = {  # class of KDTREE_MLA by device type
     "cpu": "kdtree_runner.model_executor.cpu_mla_backend.CPUTreeMLABackend",
@@ -31,6 +32,7 @@ def register() -> None:
     from kdtree_runner.model_executor.engine_args import install
 
     install()
+    register_strategy()
     if current_platform.is_cuda():
         attention_backend("cuda")
     if not current_platform.is_cpu():

@@ -6,7 +6,7 @@ from pydantic import Field
 from vllm.config.speculative import SpeculativeConfig
 from vllm.config.utils import config
 
-from kdtree_runner.config import TreeConfig
+from kdtree_runner.config import TreeConfig, rope_with_amplitude
 
 
 @config(repr=False)
@@ -16,6 +16,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     The method stays "dflash" because about ten places of vLLM 0.32.0 compare the string.
     """
 
+    draft_rope_amplitude: float | None = None
+    """Factor on the drafter's cosines and sines; None: what its config says."""
     tree_horizon: int = Field(default=7, ge=1)
     """L, positions that the drafter fills in one pass."""
     tree_spine: bool = False
@@ -34,3 +36,11 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     def max_num_new_slots_for_drafting(self) -> int:
         """Query tokens of one drafter pass beyond the anchor: L, where vLLM would charge N."""
         return self.tree_horizon
+
+    def __post_init__(self) -> None:
+        """Read the drafter's config (super), then put its rotary amplitude there if one is set."""
+        super().__post_init__()
+        if self.draft_rope_amplitude is not None:
+            assert self.draft_model_config is not None
+            draft = self.draft_model_config.hf_config
+            draft.rope_parameters = rope_with_amplitude(draft, self.draft_rope_amplitude)

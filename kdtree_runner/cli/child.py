@@ -18,13 +18,11 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+from kdtree_runner.cli.errors import Refused
+
 PROGRESS_INTERVAL = 0.2  # seconds between progress events
 WARMUP_TOKENS = 4  # compiles what compiles lazily, before the clock runs
 WARMUP_PROMPT = 8  # prompt tokens of the warm-up: less than a page, so the prefix cache stays empty
-
-
-class Refused(Exception):
-    """The job itself is wrong: the user's mistake, not the engine's."""
 
 
 class Channel:
@@ -87,23 +85,46 @@ def _is_refusal(error: BaseException) -> bool:
 
 
 def run_job(job: dict[str, Any], channel: Channel) -> None:
-    """Make the engine, run every prompt, report."""
+    """Make the engine, do with the prompts what the job says, report."""
     started = time.perf_counter()
     llm = make_engine(job["engine"], channel)
     prompts = tokenize(llm, job["prompts"])
     channel.send("ready", startup_seconds=time.perf_counter() - started)
+    result = TASKS[job["task"]](llm, prompts, job, channel)
+    channel.send("result", **result, **describe(llm))
+
+
+def generate(
+    llm: Any, prompts: list[list[int]], job: dict[str, Any], channel: Channel
+) -> dict[str, Any]:
+    """Run every prompt once."""
     run = Run(llm, prompts, job, channel)
     run.warm_up()
     before = acceptance(llm)
     run.generate()
-    result = {
+    return {
         "records": run.records,
         "seconds": run.seconds,
         "num_engine_steps": run.num_engine_steps,
         "acceptance": (acceptance(llm) - before).to_dict(),
-        **describe(llm),
     }
-    channel.send("result", **result)
+
+
+def measure_waves(*args: Any) -> dict[str, Any]:
+    """What `kdtree bench e2e` asks for."""
+    from kdtree_runner.cli.child_waves import measure
+
+    return measure(*args)
+
+
+def profile_steps(*args: Any) -> dict[str, Any]:
+    """What `kdtree bench step` asks for."""
+    from kdtree_runner.cli.child_profile import profile
+
+    return profile(*args)
+
+
+TASKS = {"generate": generate, "waves": measure_waves, "profile": profile_steps}
 
 
 def make_engine(args: dict[str, Any], channel: Channel) -> Any:
@@ -131,7 +152,8 @@ def make_engine(args: dict[str, Any], channel: Channel) -> Any:
 
 def tokenize(llm: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:
     """Token ids of every prompt, checked against the model's length and vocabulary."""
-    tokenizer = llm.get_tokenizer()
+    with_text = any("prompt_token_ids" not in prompt for prompt in prompts)
+    tokenizer = llm.get_tokenizer() if with_text else None  # a model may have none
     config = llm.llm_engine.vllm_config.model_config
     max_len, vocab = config.max_model_len, config.get_vocab_size()
     result = []

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from kdtree_runner.config import ATTENTION_BACKEND, METHOD
 from kdtree_runner.platform import is_cpu_build
+from kdtree_runner.spread_routing import STRATEGY, VARIABLE
 
 Kind = Literal["plain", "chain", "tree"]
 
@@ -18,11 +20,15 @@ CONTROL_BATCH = 8  # max_num_seqs of the control when the baseline's is 1
 
 @dataclass(frozen=True)
 class Mode:
-    """How one engine decodes: without speculation, vLLM's DFlash chain, or a tree of N nodes."""
+    """How one engine decodes: without speculation, vLLM's DFlash chain, or a tree of N nodes.
+
+    backend: of the target's attention on a GPU; None leaves it to vLLM.
+    """
 
     kind: Kind
     budget: int | None = None  # N, of a tree
     is_control: bool = False  # the baseline once more, at another batch size
+    backend: str | None = ATTENTION_BACKEND
 
     @property
     def label(self) -> str:
@@ -37,6 +43,9 @@ class EngineSettings:
 
     horizon: L, positions drafted in one pass; None: the drafter's block size - 1.
     batch_size: requests decoded together at most (max_num_seqs).
+    spread_routing: draw experts at random, for models without real weights.
+    tree: further keys of a tree's speculative config.
+    extra: further arguments of vllm.LLM, which win over ours.
     """
 
     model: str
@@ -53,6 +62,9 @@ class EngineSettings:
     cpu_threads: int | None = None
     trust_remote_code: bool = False
     language_model_only: bool = False
+    spread_routing: bool = False
+    tree: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -78,8 +90,8 @@ def engine_args(mode: Mode, settings: EngineSettings) -> dict[str, Any]:
     """Keyword arguments of vllm.LLM for one mode, JSON-ready.
 
     The only place that decides how the baseline and the speculative engines differ: in
-    speculative_config, and in nothing else. All run the attention backend KDTREE_MLA, which on a
-    CPU serves every MLA model and on a GPU has to be named.
+    speculative_config, and where speed is compared in the attention backend. KDTREE_MLA serves
+    every MLA model on a CPU, and on a GPU has to be named.
     """
     args: dict[str, Any] = {
         "model": settings.model,
@@ -102,30 +114,31 @@ def engine_args(mode: Mode, settings: EngineSettings) -> dict[str, Any]:
     cache = settings.kv_cache_gib
     if is_cpu_build():
         cache = CPU_KV_CACHE_GIB if cache is None else cache
-    else:
-        args["attention_backend"] = ATTENTION_BACKEND  # by name: our plugin is not loaded yet
+    elif mode.backend is not None:
+        args["attention_backend"] = mode.backend  # by name: our plugin is not loaded yet
     if cache is not None:
         args["kv_cache_memory_bytes"] = int(cache * 2**30)
     speculation = speculative_config(mode, settings)
     if speculation is not None:
         args["speculative_config"] = speculation
-    return args
+    return {**args, **settings.extra}
 
 
 def engine_environment(settings: EngineSettings) -> dict[str, str]:
-    """Environment variables that an engine's process must start with; none on a GPU.
+    """Environment variables that an engine's process must start with.
 
-    Triton's own library is interpreted only if Triton hears of it before torch imports it, which is
-    before vLLM asks for our platform; the stock chain's rejection kernels need that. vLLM's own
-    binding of threads would override their number.
+    On a CPU Triton's own library is interpreted only if Triton hears of it before torch imports
+    it, which is before vLLM asks for our platform; the stock chain's rejection kernels need that.
+    vLLM's own binding of threads would override their number.
     """
+    routing = {VARIABLE: STRATEGY} if settings.spread_routing else {}
     if not is_cpu_build():
-        return {}
+        return routing
     threads = {}
     if settings.cpu_threads is not None:
         threads["OMP_NUM_THREADS"] = str(settings.cpu_threads)
         threads["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
-    return {"TRITON_INTERPRET": "1", **threads}
+    return {"TRITON_INTERPRET": "1", **threads, **routing}
 
 
 def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] | None:
@@ -137,7 +150,7 @@ def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] |
     if settings.horizon is not None:
         speculation["num_speculative_tokens"] = settings.horizon
     if mode.kind == "tree":
-        speculation["tree_budget"] = mode.budget
+        speculation |= {"tree_budget": mode.budget, **settings.tree}
     return speculation
 
 

@@ -31,6 +31,10 @@ class EngineError(CommandError):
     """An engine refused to start, crashed, fell silent, or did not do what it was asked to."""
 
 
+class Refused(Exception):
+    """In an engine's process: the job itself is wrong, the user's mistake and not the engine's."""
+
+
 def wanted(argument: str, what: str, got: object) -> UserError:
     """The message that every mistake in an argument has."""
     return UserError(f"{argument}: wanted {what}, got {got!r}")

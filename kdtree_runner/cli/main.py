@@ -1,4 +1,4 @@
-"""The command `kdtree`: `demo`, `verify`, `doctor` and `bench ops`."""
+"""The command `kdtree`: `demo`, `verify`, `doctor` and `bench ops`, `e2e`, `step`."""
 
 from __future__ import annotations
 
@@ -20,6 +20,11 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
     "verify": ("prove that DDTree's output is the baseline's, token for token", options.add_verify),
     "doctor": ("say whether DDTree can run here, and if not, why", options.add_doctor),
     "bench ops": ("time the GPU's operators beside their peers", options.add_bench_ops),
+    "bench e2e": (
+        "plain, chain and DDTree on the same prompts, at every batch size",
+        options.add_bench_e2e,
+    ),
+    "bench step": ("where the time of a decode step goes", options.add_bench_step),
 }
 GROUPS = {"bench": "measure"}  # first words of commands of two
 EXIT_CODES = (

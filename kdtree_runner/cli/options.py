@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from kdtree_runner.cli.bench_shapes import OPS, PEERS
 from kdtree_runner.cli.engine import CPU_KV_CACHE_GIB
-from kdtree_runner.config import DEFAULT_BUDGET, MAX_HORIZON, MAX_NODES
+from kdtree_runner.config import ATTENTION_BACKEND, DEFAULT_BUDGET, MAX_HORIZON, MAX_NODES
 
 DEFAULT_PROMPTS = 32
+MODES = ("plain", "chain", "tree")
+BATCHES = (1, 2, 4, 8, 16, 32)
+BUDGETS = (8, 16, 32)  # of a benchmark
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -51,6 +56,27 @@ def number(low: float, high: float = math.inf, above: bool = False) -> Callable[
 def budgets(text: str) -> list[int]:
     """A comma list of tree budgets."""
     return [integer(1, MAX_NODES)(part.strip()) for part in text.split(",")]
+
+
+def sizes(text: str) -> list[int]:
+    """A comma list of batch sizes."""
+    return [integer(1)(part.strip()) for part in text.split(",")]
+
+
+def mapping(text: str) -> dict[str, Any]:
+    """A JSON object."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError:
+        value = None
+    if not isinstance(value, dict):
+        raise argparse.ArgumentTypeError(f"wanted a JSON object, got {text!r}")
+    return value
+
+
+def backend(text: str) -> str | None:
+    """The name of an attention backend, or auto."""
+    return None if text == "auto" else text
 
 
 def some_of(names: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
@@ -121,6 +147,20 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--trust-remote-code", action="store_true")
     group.add_argument(
         "--language-model-only", action="store_true", help="load no vision part (Kimi K2.6)"
+    )
+    group.add_argument(
+        "--tree-args",
+        type=mapping,
+        default={},
+        metavar="JSON",
+        help="further keys of a tree's speculative config, as an object",
+    )
+    group.add_argument(
+        "--engine-args",
+        type=mapping,
+        default={},
+        metavar="JSON",
+        help="further arguments of vllm.LLM, as an object; they win over everything above",
     )
     group.add_argument(
         "--timeout",
@@ -254,3 +294,99 @@ def add_bench_ops(parser: argparse.ArgumentParser) -> None:
         help=f"whom to measure too, or none (default: {','.join(PEERS)})",
     )
     parser.add_argument("--json", type=out_file, metavar="OUT", help="write every sample")
+
+
+def add_bench_e2e(parser: argparse.ArgumentParser) -> None:
+    """Flags of `kdtree bench e2e`."""
+    _add_bench_engines(parser)
+    _add_tree_budgets(parser)
+    parser.add_argument(
+        "--batches",
+        type=sizes,
+        default=list(BATCHES),
+        metavar="B[,B...]",
+        help=f"requests decoded together (default: {','.join(map(str, BATCHES))})",
+    )
+    parser.add_argument(
+        "--num-prompts",
+        type=integer(1),
+        default=DEFAULT_PROMPTS,
+        help="requests a repeat, in whole batches (default: %(default)s)",
+    )
+    parser.add_argument("--max-tokens", type=integer(2), default=128, help="default: %(default)s")
+    parser.add_argument(
+        "--repeats",
+        type=integer(1),
+        default=3,
+        help="of every measurement, each on its own prompts (default: %(default)s)",
+    )
+    parser.add_argument("--json", type=out_file, metavar="OUT", help="write every measurement")
+    parser.add_argument("--plot", type=out_file, metavar="OUT.svg", help="draw the result")
+    add_sampling(parser)
+    parser.set_defaults(ignore_eos=True)
+    add_engine(parser)
+
+
+def add_bench_step(parser: argparse.ArgumentParser) -> None:
+    """Flags of `kdtree bench step`."""
+    _add_bench_engines(parser)
+    _add_tree_budgets(parser)
+    parser.add_argument(
+        "--batches",
+        type=sizes,
+        default=[1],
+        metavar="B[,B...]",
+        help="requests decoded together (default: 1)",
+    )
+    parser.add_argument(
+        "--num-steps", type=integer(1), default=20, help="in a profile (default: %(default)s)"
+    )
+    parser.add_argument("--json", type=out_file, metavar="OUT", help="write the profile")
+    parser.add_argument("--plot", type=out_file, metavar="OUT.svg", help="draw the profile")
+    add_sampling(parser)
+    parser.set_defaults(ignore_eos=True)
+    add_engine(parser)
+
+
+def _add_bench_engines(parser: argparse.ArgumentParser) -> None:
+    """Which engines are measured."""
+    add_common(parser)
+    parser.add_argument("--model", help="the target (default: examples/tiny_kimi/target)")
+    parser.add_argument("--drafter", help="its drafter (default: examples/tiny_kimi/drafter)")
+    parser.add_argument("--prompts", type=Path, metavar="FILE", help="default: the shipped set")
+    parser.add_argument(
+        "--spread-routing",
+        action="store_true",
+        help="draw experts at random: for models without real weights (scripts/kimi_shaped.py)",
+    )
+    parser.add_argument(
+        "--modes",
+        type=some_of(MODES),
+        default=MODES,
+        metavar="MODE[,MODE...]",
+        help=f"default: {','.join(MODES)}",
+    )
+    parser.add_argument(
+        "--plain-backend",
+        type=backend,
+        default=ATTENTION_BACKEND,
+        metavar="NAME",
+        help="attention of plain decoding on a GPU; auto: vLLM's choice (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--chain-backend",
+        type=backend,
+        default=None,
+        metavar="NAME",
+        help="attention of the chain's target on a GPU (default: auto, vLLM's choice)",
+    )
+
+
+def _add_tree_budgets(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--tree-budget",
+        type=budgets,
+        action="extend",
+        metavar="N[,N...]",
+        help=f"nodes of a tree; each gets an engine (default: {','.join(map(str, BUDGETS))})",
+    )

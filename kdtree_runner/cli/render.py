@@ -73,7 +73,8 @@ class EngineProgress:
         if kind == "progress":
             self.progress.update(task, completed=event["tokens"])
         elif kind == "result":
-            tokens = sum(len(record["token_ids"]) for record in event["records"])
+            records = event.get("records", ())
+            tokens = event.get("num_tokens", sum(len(r["token_ids"]) for r in records))
             self.progress.update(task, completed=tokens, total=tokens, phase="done")
             self._line(f"{label}: {tokens} tokens in {event['seconds']:.1f} s")
         elif kind in ("phase", "ready"):

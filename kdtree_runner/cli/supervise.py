@@ -56,6 +56,7 @@ class Job:
     def to_dict(self) -> dict[str, Any]:
         wanted = self.gaps and wants_gaps(self.mode, self.sampling)
         return {
+            "task": "generate",
             "engine": engine_args(self.mode, self.settings),
             "sampling": asdict(self.sampling),
             "prompts": [prompt.to_dict() for prompt in self.prompts],
@@ -64,6 +65,26 @@ class Job:
             "stream": self.stream,
             "snapshots": self.snapshots and self.mode.kind == "tree",
         }
+
+
+@dataclass(frozen=True)
+class BenchJob(Job):
+    """One engine to be measured.
+
+    task: "waves", timed groups of requests, or "profile", whose steps are taken apart.
+    batches: requests decoded together, one measurement each. repeats: of every measurement, each
+    on the next prompts. requests: of a repeat, in whole batches. num_steps: that a profile holds.
+    """
+
+    task: str = "waves"
+    batches: tuple[int, ...] = (1,)
+    repeats: int = 1
+    requests: int = 1
+    num_steps: int = 0
+
+    def to_dict(self) -> dict[str, Any]:
+        own = ("task", "batches", "repeats", "requests", "num_steps")
+        return super().to_dict() | {name: getattr(self, name) for name in own}
 
 
 def run_job(

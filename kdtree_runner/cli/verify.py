@@ -96,6 +96,9 @@ def engine_settings(args: argparse.Namespace) -> EngineSettings:
         cpu_threads=args.cpu_threads,
         trust_remote_code=args.trust_remote_code,
         language_model_only=args.language_model_only,
+        spread_routing=getattr(args, "spread_routing", False),
+        tree=args.tree_args,
+        extra=args.engine_args,
     )
 
 

@@ -58,6 +58,35 @@ def test_verify_tells_a_whole_engine_from_a_broken_one(
     assert tree["acceptance"]["mean_nodes"] > 4
 
 
+@pytest.mark.slow
+def test_benchmarks_of_engines(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out, plot = tmp_path / "x.json", tmp_path / "x.svg"
+    files = ["--json", str(out), "--plot", str(plot)]
+    which = ["--modes", "plain,tree", "--tree-budget", "8", "--max-model-len", "1024"]
+    size = ["--batches", "1,2", "--num-prompts", "2", "--max-tokens", "24", "--repeats", "1"]
+    assert main(["bench", "e2e", *PAIR, *ENGINE, *which, *size, *files]) == 0
+    assert "WARNING" not in capsys.readouterr().out
+    modes = json.loads(out.read_text())["modes"]
+    assert [cell["batch"] for cell in modes["tree 8"]["cells"]] == [1, 2]
+    for batch in ("1", "2"):
+        assert modes["tree 8"]["ratios"][batch]["equal"] == [2, 2]
+    assert all(cell["tokens_per_step"] == 1 for cell in modes["plain"]["cells"])
+    assert all(cell["tokens_per_step"] > 1.5 for cell in modes["tree 8"]["cells"])
+    assert plot.is_file()
+
+    assert main(["bench", "step", *PAIR, *ENGINE, *which, "--num-steps", "4", *files]) == 0
+    modes = json.loads(out.read_text())["modes"]
+    host = {label: mode["batches"][0]["profile"]["host"] for label, mode in modes.items()}
+    assert set(host["plain"]) == {"prepare", "verify", "sampler"}
+    parts = {"prepare", "verify", "sampler", "accept", "commit", "draft", "build"}
+    assert set(host["tree 8"]) == parts
+    assert all(time > 0 for time in host["tree 8"].values())
+    for mode in modes.values():
+        profile = mode["batches"][0]["profile"]
+        assert profile["num_steps"] == 4
+        assert sum(profile["host"].values()) < profile["step"]
+
+
 def test_a_refusal_of_the_engine_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", *PAIR, *ENGINE, "--num-prompts", "1", "--horizon", "9"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]

@@ -325,3 +325,53 @@ def test_flags(flags: list[str]) -> None:
     made = EngineArgs.from_cli_args(parser.parse_args(known + given)).create_engine_config()
     tree = made.speculative_config.tree
     assert (tree.horizon, tree.num_nodes) == (7, 16 if "--spec-method" in flags else 8)
+
+
+def test_the_amplitude_reaches_the_drafter() -> None:
+    assert "attention_factor" not in rope_of(make())
+    rope = rope_of(make({"draft_rope_amplitude": 1.25}))
+    assert rope["attention_factor"] == 1.25
+    assert rope["factor"] == 4.0
+
+
+def rope_of(made: Any) -> dict[str, Any]:
+    return made.speculative_config.draft_model_config.hf_config.rope_parameters
+
+
+@pytest.mark.parametrize("value", [0, "much"])
+def test_amplitudes_that_are_none(value: object) -> None:
+    with pytest.raises(ValueError, match="draft_rope_amplitude"):
+        make({"draft_rope_amplitude": value})
+
+
+KIMI = Path(__file__).parents[1] / "data" / "kimi_k26"
+KIMI_ARGUMENTS = {
+    "target": KIMI / "target",
+    "dtype": "bfloat16",
+    "language_model_only": True,
+    "skip_tokenizer_init": True,
+    "enforce_eager": True,
+}
+
+
+def test_kimi_k26_is_accepted_from_its_config_files() -> None:
+    made = make({"model": str(KIMI / "drafter")}, **KIMI_ARGUMENTS)
+    assert made.speculative_config.tree == config.TreeConfig(horizon=7, num_nodes=16)
+    assert made.model_config.quantization == "compressed-tensors"
+    assert made.model_config.hf_text_config.num_hidden_layers == 61
+
+
+def test_kimi_k26_with_its_vision_part_is_refused() -> None:
+    seeing = KIMI_ARGUMENTS | {"language_model_only": False}
+    check_refusal(
+        lambda: make({"model": str(KIMI / "drafter")}, **seeing), "language_model_only", "False"
+    )
+
+
+def test_a_drafter_that_does_not_divide_is_refused(tmp_path: Path) -> None:
+    odd = changed("drafter", tmp_path, intermediate_size=511)
+    check_refusal(
+        lambda: make({"model": str(odd)}, tensor_parallel_size=2),
+        "intermediate_size of the drafter",
+        "511",
+    )

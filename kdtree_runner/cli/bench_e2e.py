@@ -1,0 +1,112 @@
+"""`kdtree bench e2e`: plain, chain and DDTree on the same prompts, at every batch size."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Protocol
+
+from kdtree_runner.cli.demo import default_model
+from kdtree_runner.cli.engine import EngineSettings, Mode
+from kdtree_runner.cli.errors import EngineError, ExitCode, UserError
+from kdtree_runner.cli.options import BUDGETS
+from kdtree_runner.cli.prompts import Prompt
+from kdtree_runner.cli.svg import Drawing
+from kdtree_runner.cli.verify import (
+    choose_prompts,
+    engine_settings,
+    log_directory,
+    sampling_settings,
+)
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """One engine a mode, each with all batch sizes; then a table, and a picture if asked for."""
+    from kdtree_runner.cli.bench_e2e_report import Comparison, ModeRun
+    from kdtree_runner.cli.render import EngineProgress
+    from kdtree_runner.cli.supervise import BenchJob, run_job
+
+    settings, sampling = bench_settings(args), sampling_settings(args)
+    batches = tuple(sorted(set(args.batches)))
+    requests = args.num_prompts
+    prompts = bench_prompts(
+        args.prompts, requests * (args.repeats - 1) + max(requests, batches[-1])
+    )
+    report = Comparison(settings, sampling, requests, args.repeats, ["kdtree", *sys.argv[1:]])
+    total = sum(-(-requests // b) * b for b in batches) * args.repeats * sampling.max_tokens
+    started = time.perf_counter()
+    with log_directory() as logs, EngineProgress() as progress:
+        for mode in choose_modes(args):
+            job = BenchJob(
+                mode,
+                settings,
+                sampling,
+                prompts,
+                task="waves",
+                batches=batches,
+                repeats=args.repeats,
+                requests=requests,
+            )
+            try:
+                result = run_job(job, logs, progress.start(mode.label, total), args.timeout)
+                report.runs.append(ModeRun.from_result(mode, result))
+            except UserError:
+                raise
+            except EngineError as error:  # the others are worth having
+                print(error, file=sys.stderr)
+                report.runs.append(ModeRun(mode, problem=str(error).splitlines()[0]))
+            if args.json is not None:
+                args.json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+        print(report.table())
+        print(f"\n{report.conditions()}\nall engines: {time.perf_counter() - started:.0f} s")
+        save_plot(args.plot, report)
+        failed = [r.mode.label for r in report.runs if r.problem] + report.idle()
+        if failed:
+            raise EngineError(f"no measurement of {', '.join(failed)}; logs in {logs}")
+    return ExitCode.OK
+
+
+def choose_modes(args: argparse.Namespace) -> list[Mode]:
+    """The engines in running order: what the others are compared with comes first."""
+    modes = []
+    if "plain" in args.modes:
+        modes.append(Mode("plain", backend=args.plain_backend))
+    if "chain" in args.modes:
+        modes.append(Mode("chain", backend=args.chain_backend))
+    if "tree" in args.modes:
+        budgets = dict.fromkeys(args.tree_budget or BUDGETS)
+        modes += [Mode("tree", budget) for budget in budgets]
+    return modes
+
+
+def bench_settings(args: argparse.Namespace) -> EngineSettings:
+    """What the flags say of the engines; the miniature pair unless they name another."""
+    args.model = args.model or default_model("--model", "target")
+    args.drafter = args.drafter or default_model("--drafter", "drafter")
+    args.batch_size = max(args.batches)
+    return engine_settings(args)
+
+
+def bench_prompts(path: Path | None, wanted: int) -> list[Prompt]:
+    """As many prompts as there are, `wanted` at most: past the last the first comes again."""
+    if path is None:
+        from kdtree_runner.cli.prompts import HELDOUT
+
+        lines = HELDOUT.read_text(encoding="utf-8").count("\n") if HELDOUT.is_file() else wanted
+        return choose_prompts(None, min(wanted, lines))
+    return choose_prompts(path, None)[:wanted]
+
+
+class Drawable(Protocol):
+    """A report that has a picture."""
+
+    def plot(self) -> Drawing: ...
+
+
+def save_plot(path: Path | None, report: Drawable) -> None:
+    """Write the picture, if one is asked for."""
+    if path is not None:
+        report.plot().save(path)

@@ -1,0 +1,54 @@
+"""`kdtree bench step`: where the time of a decode step goes, for plain, chain and trees."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+
+from kdtree_runner.cli.bench_e2e import bench_prompts, bench_settings, choose_modes, save_plot
+from kdtree_runner.cli.errors import EngineError, ExitCode, UserError
+from kdtree_runner.cli.verify import log_directory, sampling_settings
+
+
+def run(args: argparse.Namespace) -> ExitCode:
+    """One engine a mode; a profile of every batch size in each."""
+    from kdtree_runner.cli.bench_step_report import StepReport
+    from kdtree_runner.cli.render import EngineProgress
+    from kdtree_runner.cli.supervise import BenchJob, run_job
+
+    args.max_tokens = 2  # the profile itself sets how long requests run
+    settings, sampling = bench_settings(args), sampling_settings(args)
+    batches = tuple(sorted(set(args.batches)))
+    prompts = bench_prompts(args.prompts, batches[-1])
+    report = StepReport(settings, sampling, ["kdtree", *sys.argv[1:]])
+    failed = []
+    with log_directory() as logs, EngineProgress() as progress:
+        for mode in choose_modes(args):
+            job = BenchJob(
+                mode,
+                settings,
+                sampling,
+                prompts,
+                task="profile",
+                batches=batches,
+                num_steps=args.num_steps,
+            )
+            try:
+                result = run_job(job, logs, progress.start(mode.label, 0), args.timeout)
+            except UserError:
+                raise
+            except EngineError as error:  # the others are worth having
+                print(error, file=sys.stderr)
+                failed.append(mode.label)
+                continue
+            report.results[mode.label] = result
+            if args.json is not None:
+                args.json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+        for batch in batches:
+            print(f"\n{report.table(batch)}")
+        print(f"\n{report.conditions()}")
+        save_plot(args.plot, report)
+        if failed:
+            raise EngineError(f"no profile of {', '.join(failed)}; logs in {logs}")
+    return ExitCode.OK
