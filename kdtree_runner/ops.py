@@ -52,6 +52,9 @@ build_select = _operator(*_TREE_OUTPUTS)(kernels.build_select)
 build_ddtree = _operator(*_TREE_OUTPUTS)(kernels.build_ddtree)
 verify_attn_plan = _operator("workspace")(kernels.verify_attn_plan)
 verify_attn = _operator("out", "lse", "workspace")(kernels.verify_attn)
-tree_accept = _operator("path", "emitted", "num_emitted")(kernels.tree_accept)
+tree_place = _operator("positions", "tree_rows", "tokens", "row_positions")(kernels.tree_place)
+tree_accept = _operator(
+    *("path", "emitted", "num_emitted"), *("positions", "num_sampled", "num_rejected")
+)(kernels.tree_accept)
 kv_commit = _operator("layers")(kernels.kv_commit)
 verify_attn_workspace = kernels.verify_attn_workspace

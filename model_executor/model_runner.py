@@ -15,7 +15,7 @@ from vllm.v1.worker.gpu.sample.logit_bias import LogitBiasState
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
-from kdtree_runner import ops
+from kdtree_runner import kdtree_kernels as kernels  # between graphs: without torch's dispatcher
 from kdtree_runner.model_executor.mla_backend import TreeMLAMetadataBuilder
 from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
 from kdtree_runner.spec_decode.sampler import TreeSampler, needs_chain
@@ -47,7 +47,7 @@ class TreeRunnerMixin(GPUModelRunner):
         self.speculator = TreeSpeculator(vllm_config, device, tree, self.tree_state)
         self._all_chains = False
         self._shard: VocabShard | None = None
-        self._commit_groups: list[tuple[int, list[Tensor]]] = []
+        self._commit_groups: list[tuple[int, kernels.KVCommit]] = []
         self._builders: list[TreeMLAMetadataBuilder] = []
         self._slot_mappings: Tensor | None = None
         self._tracing = False
@@ -75,7 +75,8 @@ class TreeRunnerMixin(GPUModelRunner):
         for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
             names = [n for n in group.layer_names if n not in draft]
             if names:
-                self._commit_groups.append((group_id, [layers[n].kv_cache for n in names]))
+                caches = [layers[n].kv_cache for n in names]
+                self._commit_groups.append((group_id, kernels.KVCommit(caches, paged=True)))
         for groups in self.attn_groups:
             for attn in groups:
                 if set(attn.layer_names) & draft:
@@ -92,7 +93,7 @@ class TreeRunnerMixin(GPUModelRunner):
             slot = self.req_states.req_id_to_index[request.req_id]
             self.tree_state.reset(slot)
             chain = needs_chain(request.sampling_params, self._all_chains)
-            self.tree_state.chain_only[slot] = chain
+            self.tree_state.chain_only[slot].fill_(chain)
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         """Cache slots from the node index (super), then positions from the node's depth.
@@ -104,16 +105,22 @@ class TreeRunnerMixin(GPUModelRunner):
         for builder in self._builders:
             builder.num_drafts = input_batch.num_draft_tokens_per_req
         state, batch = self.tree_state, input_batch
-        num_reqs = batch.num_reqs
         if batch.num_draft_tokens == 0:
             state.tree_rows.fill_(-1)
             return block_tables, slot_mappings
-        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
-        positions = self.input_buffers.positions
-        positions[rows] = positions[rows - node] + state.depths[batch.expanded_idx_mapping, node]
-        num_logits = batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]
-        state.tree_rows[:num_reqs] = torch.where(num_logits > 1, batch.idx_mapping, -1)
-        state.tree_rows[num_reqs:].fill_(-1)
+        num_rows = batch.logits_indices.shape[0]
+        kernels.tree_place(
+            batch.query_start_loc[: batch.num_reqs + 1],
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+            state.depths,
+            batch.input_ids,
+            batch.positions,
+            state.tree_rows,
+            state.tokens[:num_rows],
+            state.row_positions[:num_rows],
+        )
         return block_tables, slot_mappings
 
     def sample(
@@ -144,9 +151,8 @@ class TreeRunnerMixin(GPUModelRunner):
         """
         state, num_reqs = self.tree_state, batch.num_reqs
         assert self._slot_mappings is not None
-        for group_id, caches in self._commit_groups:
-            ops.kv_commit(
-                caches,
+        for group_id, commit in self._commit_groups:
+            commit(
                 self._slot_mappings[group_id],
                 batch.query_start_loc[: num_reqs + 1],
                 state.path[:num_reqs],

@@ -11,6 +11,7 @@ from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
 
+from kdtree_runner import kdtree_kernels as kernels
 from kdtree_runner import ops
 from kdtree_runner.config import TreeConfig
 from kdtree_runner.spec_decode.tree import TreeState
@@ -120,21 +121,19 @@ class TreeSpeculator(DFlashSpeculator):
         return self.tree_tokens[: input_batch.num_reqs]
 
     def _put_in_sequence(self, batch: InputBatch, hidden_states: list[Tensor]) -> None:
-        """The drafter's context is the accepted path: its rows and positions, in sequence.
+        """The drafter's context is the accepted path: its rows in sequence.
 
-        The verify pass ran with position base + depth and one row a node. Here row and position of
-        node i become those of the i-th accepted token; what lies past the path is ignored.
+        The verify pass left one row a node. Here row i becomes that of the i-th accepted token;
+        what lies past the path is ignored. tree_accept has done so with the positions.
         """
         state, num_reqs = self.state, batch.num_reqs
-        ops.kv_commit(
+        kernels.kv_commit(
             hidden_states,
             None,
             batch.query_start_loc[: num_reqs + 1],
             state.path[:num_reqs],
             state.num_emitted[:num_reqs],
         )
-        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
-        batch.positions[rows] = batch.positions[rows - node] + node
 
     def _grow(self, num_reqs: int, tokens: Tensor) -> None:
         """Select the nodes of each request's tree from the candidates of this step's draft."""
