@@ -467,6 +467,7 @@ def tree_accept(
     positions: Tensor | None = None,
     num_sampled: Tensor | None = None,
     num_rejected: Tensor | None = None,
+    node_counts: Tensor | None = None,
 ) -> None:
     """Walk each tree by the target's token at each node.
 
@@ -479,6 +480,8 @@ def tree_accept(
     prompt_lens [R] int32 are tree_place's. positions: in, out [num_tokens] int64, on entry by
     depth, then in sequence. num_sampled, num_rejected: out [B] int32, num_emitted and the other
     rows; both 0 where the rows end inside the prompt.
+
+    node_counts: in, out [2, T] int32, of each node, trees that had it and trees that accepted it.
     """
     batch, max_path = path.shape
     num_rows, emitted_width = tokens.numel(), emitted.shape[1]
@@ -492,6 +495,7 @@ def tree_accept(
     _check("path", path, torch.int32, batch, max_path)
     _check("emitted", emitted, torch.int64, batch, emitted_width)
     _check("num_emitted", num_emitted, torch.int32, batch)
+    _check("node_counts", node_counts, torch.int32, 2, tree_width)
     kept = (query_start_loc, slots, prompt_lens, positions, num_sampled, num_rejected)
     if query_start_loc is not None:
         _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
@@ -511,7 +515,7 @@ def tree_accept(
             *_pointers(tokens, targets, row_start, tree_rows, parents),
             tree_width,
             emitted_width,
-            *_pointers(path, emitted, num_emitted, *kept),
+            *_pointers(path, emitted, num_emitted, *kept, node_counts),
         ),
         tokens.device,
     )

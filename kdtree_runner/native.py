@@ -170,6 +170,7 @@ class AcceptParams(Structure):
         ("positions", c_void_p),
         ("num_sampled", c_void_p),
         ("num_rejected", c_void_p),
+        ("node_counts", c_void_p),
     )
 
 

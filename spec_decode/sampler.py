@@ -21,7 +21,7 @@ from vllm.v1.worker.gpu.spec_decode.rejection_sampler import (
     get_max_chunk_logits,
 )
 
-from kdtree_runner import kdtree_kernels as kernels  # between graphs: without torch's dispatcher
+from kdtree_runner import ops
 from kdtree_runner.spec_decode.tree import TreeState
 
 
@@ -151,7 +151,7 @@ class TreeSampler(RejectionSampler):
         row_start = batch.cu_num_logits[first : last + 1]
         if low:
             row_start = row_start - low
-        kernels.tree_accept(
+        ops.direct.tree_accept(
             state.tokens[low : low + targets.shape[0]],
             targets,
             row_start,
@@ -166,6 +166,7 @@ class TreeSampler(RejectionSampler):
             batch.positions,
             output.num_sampled[first:last],
             output.num_rejected[first:last],
+            state.node_counts,
         )
         return row_start
 

@@ -226,6 +226,9 @@ typedef struct kdtree_accept_params {
   int64_t* positions;    /* in, out [num_tokens]: the root's + depth becomes the root's + node */
   int32_t* num_sampled;  /* out [B] num_emitted, 0 while the prompt goes on */
   int32_t* num_rejected; /* out [B] rows - num_sampled, 0 while the prompt goes on */
+  /* in, out [2, tree_width], or NULL: of each node, how many trees had it, and how many accepted it
+   * (the root always). Trees of all calls are added up. */
+  int32_t* node_counts;
 } kdtree_accept_params;
 
 /* Move the rows of each accepted path into sequence, in every cache given: row of node path[d] ->

@@ -387,6 +387,9 @@ void run_accept(const AcceptCase& c) {
   p.positions = positions.data();
   p.num_sampled = sampled.data();
   p.num_rejected = rejected.data();
+  std::vector<int32_t> counts(size(2 * p.tree_width), 5);
+  const OnDevice<int32_t> d_counts(counts);
+  p.node_counts = counts.data();
   for (const bool chains : {false, true}) {
     p.device = KDTREE_DEVICE_CPU;
     kdtree_accept_params q = p;
@@ -407,11 +410,13 @@ void run_accept(const AcceptCase& c) {
     q.positions = d_positions.data();
     q.num_sampled = d_sampled.data();
     q.num_rejected = d_rejected.data();
+    q.node_counts = d_counts.data();
     CHECK_OK(kdtree_tree_accept(&q));
     ++num_cases;
     CHECK(d_positions.get() == positions);
     CHECK(d_sampled.get() == sampled);
     CHECK(d_rejected.get() == rejected);
+    CHECK(d_counts.get() == counts);
     CHECK(d_path.get() == path);
     CHECK(d_emitted.get() == emitted);
     CHECK(d_num.get() == num);

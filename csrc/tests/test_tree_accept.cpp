@@ -156,6 +156,18 @@ void test_what_an_engine_keeps() {
     CHECK(num_sampled[b] == (goes_on ? 0 : got.num_emitted[b]));
     CHECK(num_rejected[b] == (goes_on ? 0 : num_rows - got.num_emitted[b]));
   }
+  std::vector<int32_t> counts(size_t(2 * p.tree_width), 0), want_counts = counts;
+  p.node_counts = counts.data();
+  for (size_t b = 0; b < 20; ++b) {
+    if (batch.tree_rows[b] < 0) continue;
+    const int num_rows = batch.row_start[b + 1] - batch.row_start[b];
+    for (int node = 0; node < num_rows; ++node) ++want_counts[size_t(node)];
+    for (int d = 0; d < got.num_emitted[b]; ++d) {
+      ++want_counts[size_t(p.tree_width + got.path[b * 8 + size_t(d)])];
+    }
+  }
+  CHECK_OK(kdtree_tree_accept(&p));
+  CHECK(counts == want_counts);
   p.positions = nullptr;
   CHECK_ERROR(kdtree_tree_accept(&p), KDTREE_INVALID_ARGUMENT, "positions", "NULL");
 }

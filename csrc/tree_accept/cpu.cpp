@@ -51,6 +51,11 @@ kdtree_status check_rows(const kdtree_accept_params& p) {
   return check.status();
 }
 
+void count_nodes(const kdtree_accept_params& p, int num_rows, const int32_t* path, int length) {
+  for (int node = 0; node < num_rows; ++node) ++p.node_counts[node];
+  for (int d = 0; d < length; ++d) ++p.node_counts[p.tree_width + path[d]];
+}
+
 // What the engine keeps of request b, whose path is known.
 void keep(const kdtree_accept_params& p, int b, int num_rows) {
   const int64_t root = int64_t{p.query_start_loc[b + 1]} - num_rows;
@@ -77,6 +82,7 @@ kdtree_status tree_accept(const kdtree_accept_params& p) {
     std::fill(emitted + length, emitted + p.emitted_width, 0);
     p.num_emitted[b] = length;
     if (p.query_start_loc != nullptr) keep(p, b, walk.num_rows);
+    if (p.node_counts != nullptr && tree_row >= 0) count_nodes(p, walk.num_rows, path, length);
   }
   return KDTREE_OK;
 }

@@ -71,6 +71,11 @@ __global__ void __launch_bounds__(kLanes)
   }
   if (lane == 0) p.num_emitted[request] = length;
   if (p.query_start_loc != nullptr) keep(p, request, length);
+  if (p.node_counts != nullptr && tree_row >= 0) {
+    for (int node = lane; node < num_rows; node += kLanes) atomicAdd(&p.node_counts[node], 1);
+    if (lane < length) atomicAdd(&p.node_counts[p.tree_width + mine], 1);
+    if (lane == 0 && length > kLanes) atomicAdd(&p.node_counts[p.tree_width + at], 1);
+  }
 }
 
 }  // namespace

@@ -91,7 +91,7 @@ def test_drafts_differ_when_rows_stay_where_they_were(
         batch.positions[rows] = runner(tree).tree_state.row_positions[: len(rows)]
 
     if part == "rows":
-        monkeypatch.setattr(module.kernels, "kv_commit", lambda *args: None)
+        monkeypatch.setattr(module.ops.direct, "kv_commit", lambda *args: None)
     else:
         monkeypatch.setattr(runner(tree).speculator, "_put_in_sequence", only_rows)
     _, worst, same = largest_difference(right, drafts(tree, requests, want, wrong=False))
