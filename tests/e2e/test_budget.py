@@ -77,7 +77,7 @@ def test_tokens_while_the_budget_follows_the_batch(
 
 
 def accepted_alone(llm: Any, prompt: tuple[int, ...], company: Request) -> float:
-    """Nodes a step of a request that first ran beside another one, without drafts, for 60 tokens."""
+    """Nodes a step of a request that ran beside another one, without drafts, for 60 tokens."""
     assert llm.reset_prefix_cache()
     prefer(llm, {1: 16, MAX_NUM_SEQS: 0})
     with traced(llm) as trace:
