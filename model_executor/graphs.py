@@ -48,7 +48,7 @@ def set_widths(manager: CudaGraphManager, widths: Iterable[int]) -> None:
         for key, descs in manager._candidates.items()
     }
     manager._candidates.clear()
-    most = max(full[-1].num_tokens, *(tokens for tokens, _ in others))
+    most = max([full[-1].num_tokens, *(tokens for tokens, _ in others)])
     for tokens in range(most + 1):
         fitting = [desc for desc in full if desc.num_tokens >= tokens]
         manager._candidates[tokens, 0] = fitting + others.get((tokens, 0), [])

@@ -53,6 +53,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--executor")
     parser.add_argument("--batch-invariant", action="store_true")
     parser.add_argument("--sync-check", action="store_true", help="fail where the host waits")
+    parser.add_argument("--adapt", action="store_true", help="trees that follow the batch size")
     parser.add_argument("--profile", action="store_true", help="kernels and host of 20 tree steps")
     parser.add_argument("--seconds", type=float, default=230, help="start no engine after these")
     parser.add_argument("--out", type=Path)
@@ -89,6 +90,7 @@ def engine_arguments(job: dict[str, Any]) -> dict[str, Any]:
         }
     if job["mode"] == "tree":
         args["speculative_config"]["tree_budget"] = job["budget"]
+        args["speculative_config"]["tree_budget_adapt"] = job["adapt"]
     return args
 
 
@@ -210,6 +212,9 @@ def run_engine(job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
         ).returncode
     wall = time.perf_counter() - begin
     text = log.read_text(errors="replace")
+    for line in text.splitlines():
+        if "Milliseconds of a step" in line:
+            print(line)
     if "PROFILE" in text:
         print(text[text.index("PROFILE") :])
     job["log"] = text

@@ -105,6 +105,7 @@ def check_refusal(call: Callable[[], object], key: str, wanted: str, got: str) -
         ({"num_speculative_tokens": "7"}, "num_speculative_tokens", "an integer", "'7'"),
         ({"tree_spine": 1}, "tree_spine", "true or false", "1"),
         ({"tree_spine": "yes"}, "tree_spine", "true or false", "'yes'"),
+        ({"tree_budget_adapt": 1}, "tree_budget_adapt", "true or false", "1"),
     ],
 )
 def test_settings(change: dict[str, Any], key: str, wanted: str, got: str) -> None:

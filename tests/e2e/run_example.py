@@ -4,7 +4,8 @@
 
 IN.json: "arguments", more arguments of LLM; "requests", each a prompt's token ids and the options
 of its SamplingParams. OUT.json: "tokens" of each completion of each request; "states", the digest
-of each rank's trees after them; "gathered", shapes that each rank put into gathers; "backend", how the workers were started.
+of each rank's trees after them; "gathered", shapes that each rank put into gathers;
+"backend", how the workers were started.
 """
 
 from __future__ import annotations

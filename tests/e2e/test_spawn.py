@@ -44,7 +44,7 @@ def test_tensor_parallel(baseline: Baseline, requests: Sequence[Request], tmp_pa
 def test_greedy_ranks_exchange_no_logits(
     baseline: Baseline, prompts: list[tuple[int, ...]], tmp_path: Path
 ) -> None:
-    """From prompt to last token: a key for each row of the target, K candidates for a drafted one."""
+    """From prompt to end: a key for each row of the target, K candidates for a drafted one."""
     requests = [greedy(p, max_tokens=32) for p in prompts[:4]]
     answer, _ = run_example("offline.py", requests, tmp_path, **PARALLEL)
     assert answer["tokens"] == [tokens(o) for o in baseline(requests)]
