@@ -6,11 +6,13 @@
 #include "kv_commit/cpu.h"
 #include "tree_accept/cpu.h"
 #include "tree_build/cpu.h"
+#include "tree_place/cpu.h"
 #include "verify_attn/cpu.h"
 #ifdef KDTREE_CUDA_ARCHS
 #include "kv_commit/cuda.h"
 #include "tree_accept/cuda.h"
 #include "tree_build/cuda.h"
+#include "tree_place/cuda.h"
 #include "verify_attn/cuda.h"
 #endif
 
@@ -159,9 +161,35 @@ void check_accept(Checker& check, const kdtree_accept_params& p) {
   check.not_null("path", p.path);
   check.not_null("emitted", p.emitted);
   check.not_null("num_emitted", p.num_emitted);
+  if (p.query_start_loc != nullptr) {
+    check.not_null("slots", p.slots);
+    check.not_null("prompt_lens", p.prompt_lens);
+    check.not_null("positions", p.positions);
+    check.not_null("num_sampled", p.num_sampled);
+    check.not_null("num_rejected", p.num_rejected);
+  }
   if (p.tree_rows == nullptr) return;
   check.not_null("parents", p.parents);
   check.at_least("tree_width", p.tree_width, 1);
+}
+
+void check_place(Checker& check, const kdtree_place_params& p) {
+  check_device(check, p.device);
+  check.at_least("batch", p.batch, 0);
+  check.at_least("max_batch", p.max_batch, p.batch);
+  check.at_least("tree_width", p.tree_width, 1);
+  if (p.max_batch == 0) return;
+  check.not_null("tree_rows", p.tree_rows);
+  if (p.batch == 0) return;
+  check.not_null("query_start_loc", p.query_start_loc);
+  check.not_null("row_start", p.row_start);
+  check.not_null("slots", p.slots);
+  check.not_null("prompt_lens", p.prompt_lens);
+  check.not_null("depths", p.depths);
+  check.not_null("input_ids", p.input_ids);
+  check.not_null("positions", p.positions);
+  check.not_null("tokens", p.tokens);
+  check.not_null("row_positions", p.row_positions);
 }
 
 void check_commit(Checker& check, const kdtree_commit_params& p) {
@@ -243,6 +271,14 @@ size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params) {
 #endif
   (void)params;
   return 0;
+}
+
+kdtree_status kdtree_tree_place(const kdtree_place_params* params) {
+  return guarded("kdtree_tree_place", params, [](const kdtree_place_params& p, Checker& check) {
+    check_place(check, p);
+    if (!check.ok() || p.max_batch == 0) return check.status();
+    return KDTREE_RUN(tree_place, p);
+  });
 }
 
 kdtree_status kdtree_tree_accept(const kdtree_accept_params* params) {

@@ -40,7 +40,8 @@ FP8_CACHES = ("fp8", "fp8_e4m3")  # kv_cache_dtype beside the model's own, on CU
 MIN_CAPABILITY = (9, 0)  # compute capability that the kernels are written for
 
 # Keys of a speculative config that are ours, and vLLM's that keep their meaning for the drafter.
-OWN_KEYS = ("method", "model", "num_speculative_tokens", "tree_budget", "tree_spine")
+TREE_KEYS = ("tree_budget", "tree_spine", "tree_budget_adapt")
+OWN_KEYS = ("method", "model", "num_speculative_tokens", *TREE_KEYS)
 PASSED_KEYS = (
     "draft_tensor_parallel_size",
     "quantization",
@@ -85,7 +86,7 @@ def is_ours(user: Mapping[str, Any]) -> bool:
     letters = "".join(filter(str.isalnum, method.lower())) if isinstance(method, str) else ""
     if difflib.get_close_matches(letters, [METHOD], cutoff=0.8):
         _refuse("speculative_config key 'method'", repr(METHOD), method)
-    for key in ("tree_budget", "tree_spine"):
+    for key in TREE_KEYS:
         if key in user:
             _refuse(f"speculative_config key {key!r}", f"method {METHOD!r} with it", method)
     return False
@@ -109,17 +110,21 @@ class TreeConfig:
     horizon: L, positions the drafter fills in one pass, in [1, 32].
     num_nodes: N, nodes of a tree without its root (the budget), in [1, 255], and at least L.
     spine: whether the chain of each position's best token is always in the tree.
+    adapt: whether a batch gets fewer nodes where they cost more than they bring.
     """
 
     horizon: int
     num_nodes: int
     spine: bool = False
+    adapt: bool = False
 
     def __post_init__(self) -> None:
         _integer("num_speculative_tokens", self.horizon, 1, MAX_HORIZON)
         _integer("tree_budget", self.num_nodes, 1, MAX_NODES)
         if not isinstance(self.spine, bool):
             _refuse("tree_spine", "true or false", self.spine)
+        if not isinstance(self.adapt, bool):
+            _refuse("tree_budget_adapt", "true or false", self.adapt)
         if self.horizon > self.num_nodes:
             _refuse(
                 "num_speculative_tokens", f"at most tree_budget ({self.num_nodes})", self.horizon
@@ -184,7 +189,9 @@ class TreeConfig:
         budget = DEFAULT_BUDGET if budget is None else budget
         budget = _integer("tree_budget", budget, 1, MAX_NODES)
         _check_schedule(user.get("num_speculative_tokens_per_batch_size"), budget)
-        return cls(min(horizon, budget), budget, user.get("tree_spine", cls.spine))
+        spine = user.get("tree_spine", cls.spine)
+        adapt = user.get("tree_budget_adapt", cls.adapt)
+        return cls(min(horizon, budget), budget, spine, adapt)
 
 
 def _check_schedule(rows: object, budget: int) -> None:

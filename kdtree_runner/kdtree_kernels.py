@@ -395,6 +395,58 @@ def verify_attn_workspace(
     return int(native.load().kdtree_verify_attn_workspace(ctypes.byref(params)))
 
 
+# ---- tree_place ----------------------------------------------------------------------------------
+
+_native_tree_place = _operator("kdtree_tree_place")
+
+
+def tree_place(
+    query_start_loc: Tensor,
+    row_start: Tensor,
+    slots: Tensor,
+    prompt_lens: Tensor,
+    depths: Tensor,
+    input_ids: Tensor,
+    positions: Tensor,
+    tree_rows: Tensor,
+    tokens: Tensor,
+    row_positions: Tensor,
+) -> None:
+    """Lay a batch of trees out for the target's pass: positions by depth, the node of each row.
+
+    The rows of request b are the last row_start[b + 1] - row_start[b] of its query tokens.
+
+    query_start_loc, row_start: [B + 1] int32. slots: [B] int64, row of the tree state.
+    prompt_lens: [R] int32, tokens. depths: [R, T] int32. input_ids: [num_tokens] int32.
+    positions: in, out [num_tokens] int64, in sequence on entry. tree_rows: out [max_batch] int32,
+    slots[b], -1 for a request of one row and past B. tokens: out [rows] int64, -1 at drafts whose
+    root lies inside the prompt. row_positions: out [rows] int64.
+    """
+    batch, max_batch = slots.shape[0], tree_rows.shape[0]
+    num_slots, tree_width = depths.shape
+    _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
+    _check("row_start", row_start, torch.int32, batch + 1)
+    _check("slots", slots, torch.int64, batch)
+    _check("prompt_lens", prompt_lens, torch.int32, prompt_lens.numel())
+    _check("depths", depths, torch.int32, num_slots, tree_width)
+    _check("input_ids", input_ids, torch.int32, input_ids.numel())
+    _check("positions", positions, torch.int64, input_ids.numel())
+    _check("tree_rows", tree_rows, torch.int32, max_batch)
+    _check("tokens", tokens, torch.int64, tokens.numel())
+    _check("row_positions", row_positions, torch.int64, tokens.numel())
+    _native_tree_place(
+        native.PlaceParams(
+            *_device_and_stream(positions),
+            batch,
+            max_batch,
+            *_pointers(query_start_loc, row_start, slots, prompt_lens, depths),
+            tree_width,
+            *_pointers(input_ids, positions, tree_rows, tokens, row_positions),
+        ),
+        positions.device,
+    )
+
+
 # ---- tree_accept ---------------------------------------------------------------------------------
 
 _native_tree_accept = _operator("kdtree_tree_accept")
@@ -409,6 +461,13 @@ def tree_accept(
     path: Tensor,
     emitted: Tensor,
     num_emitted: Tensor,
+    query_start_loc: Tensor | None = None,
+    slots: Tensor | None = None,
+    prompt_lens: Tensor | None = None,
+    positions: Tensor | None = None,
+    num_sampled: Tensor | None = None,
+    num_rejected: Tensor | None = None,
+    node_counts: Tensor | None = None,
 ) -> None:
     """Walk each tree by the target's token at each node.
 
@@ -416,6 +475,13 @@ def tree_accept(
     row_start: [B + 1] int32. tree_rows: [B] int32, row of parents [R, T] int32, -1: a chain.
     path: out [B, A] int32, the last node repeated past the end. emitted: out [B, W >= A] int64, 0
     past the end. num_emitted: out [B] int32, accepted nodes + 1; 0 for a request without rows.
+
+    What an engine keeps of the step, all or none: query_start_loc [B + 1] int32, slots [B] int64,
+    prompt_lens [R] int32 are tree_place's. positions: in, out [num_tokens] int64, on entry by
+    depth, then in sequence. num_sampled, num_rejected: out [B] int32, num_emitted and the other
+    rows; both 0 where the rows end inside the prompt.
+
+    node_counts: in, out [2, T] int32, of each node, trees that had it and trees that accepted it.
     """
     batch, max_path = path.shape
     num_rows, emitted_width = tokens.numel(), emitted.shape[1]
@@ -429,6 +495,18 @@ def tree_accept(
     _check("path", path, torch.int32, batch, max_path)
     _check("emitted", emitted, torch.int64, batch, emitted_width)
     _check("num_emitted", num_emitted, torch.int32, batch)
+    _check("node_counts", node_counts, torch.int32, 2, tree_width)
+    kept = (query_start_loc, slots, prompt_lens, positions, num_sampled, num_rejected)
+    if query_start_loc is not None:
+        _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
+        _check("slots", slots, torch.int64, batch)
+        for name, tensor, dtype in (
+            ("prompt_lens", prompt_lens, torch.int32),
+            ("positions", positions, torch.int64),
+        ):
+            _check(name, tensor, dtype, 0 if tensor is None else tensor.numel())
+        _check("num_sampled", num_sampled, torch.int32, batch)
+        _check("num_rejected", num_rejected, torch.int32, batch)
     _native_tree_accept(
         native.AcceptParams(
             *_device_and_stream(tokens),
@@ -437,7 +515,7 @@ def tree_accept(
             *_pointers(tokens, targets, row_start, tree_rows, parents),
             tree_width,
             emitted_width,
-            *_pointers(path, emitted, num_emitted),
+            *_pointers(path, emitted, num_emitted, *kept, node_counts),
         ),
         tokens.device,
     )
@@ -446,6 +524,53 @@ def tree_accept(
 # ---- kv_commit -----------------------------------------------------------------------------------
 
 _native_kv_commit = _operator("kdtree_kv_commit")
+
+
+class KVCommit:
+    """kv_commit of the same layers, step after step: they are looked at once.
+
+    layers: caches [pages, page, width] with `paged`, else tensors [rows, width]; all of one shape,
+    dtype and strides.
+    """
+
+    def __init__(self, layers: list[Tensor], paged: bool) -> None:
+        first = layers[0]
+        shape, stride, dtype = first.shape, first.stride(), first.dtype
+        for layer in layers:
+            if layer.shape != shape or layer.stride() != stride or layer.dtype != dtype:
+                raise ValueError(f"layers must all be {_describe(first)}, got {_describe(layer)}")
+        num_dims = 3 if paged else 2
+        if first.dim() != num_dims or stride[-1] != 1:
+            wanted = f"of {num_dims} dimensions with contiguous rows"
+            raise ValueError(f"layers must be {wanted}, got {_describe(first)}")
+        self._layers = layers  # their memory must stay
+        size = first.element_size()
+        self._params = native.CommitParams(
+            num_layers=len(layers),
+            layers=(ctypes.c_void_p * len(layers))(*[layer.data_ptr() for layer in layers]),
+            row_bytes=shape[-1] * size,
+            page_stride_bytes=stride[0] * size,
+            row_stride_bytes=stride[-2] * size,
+            page_size=shape[1],
+        )
+
+    def __call__(
+        self, slots: Tensor | None, query_start_loc: Tensor, path: Tensor, num_emitted: Tensor
+    ) -> None:
+        """The arguments of kv_commit, of its device."""
+        batch, max_path = path.shape
+        if slots is not None:
+            _check("slots", slots, torch.int64, slots.numel())
+        _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
+        _check("path", path, torch.int32, batch, max_path)
+        _check("num_emitted", num_emitted, torch.int32, batch)
+        p, first = self._params, self._layers[0]
+        p.device, p.stream = _device_and_stream(first)
+        p.batch, p.max_path = batch, max_path
+        p.slots, p.query_start_loc, p.path, p.num_emitted = _pointers(
+            slots, query_start_loc, path, num_emitted
+        )
+        _native_kv_commit(p, first.device)
 
 
 def kv_commit(
@@ -457,40 +582,9 @@ def kv_commit(
 ) -> None:
     """Move the rows of each accepted path into sequence: node path[d] to node d, in every layer.
 
-    layers: caches [pages, page, width] with `slots`, else tensors [rows, width]; all of one shape,
-    dtype and strides, written in place. slots: [num_tokens] int64, cache slot of each query token,
-    negative: skipped. query_start_loc: [B + 1] int32. path: [B, A] int32. num_emitted: [B] int32.
+    layers: KVCommit's, written in place, paged with `slots`. slots: [num_tokens] int64, cache slot
+    of each query token, negative: skipped. query_start_loc: [B + 1] int32. path: [B, A] int32.
+    num_emitted: [B] int32.
     """
-    if not layers:
-        return
-    batch, max_path = path.shape
-    first = layers[0]
-    shape, stride, dtype = first.shape, first.stride(), first.dtype
-    for layer in layers:
-        if layer.shape != shape or layer.stride() != stride or layer.dtype != dtype:
-            raise ValueError(f"layers must all be {_describe(first)}, got {_describe(layer)}")
-    num_dims = 2 if slots is None else 3
-    if first.dim() != num_dims or stride[-1] != 1:
-        wanted = f"of {num_dims} dimensions with contiguous rows"
-        raise ValueError(f"layers must be {wanted}, got {_describe(first)}")
-    if slots is not None:
-        _check("slots", slots, torch.int64, slots.numel())
-    _check("query_start_loc", query_start_loc, torch.int32, batch + 1)
-    _check("path", path, torch.int32, batch, max_path)
-    _check("num_emitted", num_emitted, torch.int32, batch)
-    size = first.element_size()
-    _native_kv_commit(
-        native.CommitParams(
-            *_device_and_stream(first),
-            batch,
-            max_path,
-            len(layers),
-            (ctypes.c_void_p * len(layers))(*[layer.data_ptr() for layer in layers]),
-            shape[-1] * size,
-            stride[0] * size,
-            stride[-2] * size,
-            shape[1],
-            *_pointers(slots, query_start_loc, path, num_emitted),
-        ),
-        first.device,
-    )
+    if layers:
+        KVCommit(layers, slots is not None)(slots, query_start_loc, path, num_emitted)

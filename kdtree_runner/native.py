@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import NoReturn
 
 LIBRARY = "libkdtree_kernels_c.so"
-ABI_VERSION = 2
+ABI_VERSION = 3
 
 CPU, CUDA = 0, 1  # kdtree_device
 FLOAT32, BFLOAT16, FLOAT8_E4M3 = 0, 1, 2  # kdtree_dtype
@@ -124,6 +124,28 @@ class VerifyAttnParams(Structure):
     )
 
 
+class PlaceParams(Structure):
+    """kdtree_place_params."""
+
+    _fields_ = (
+        ("device", c_int32),
+        ("stream", c_void_p),
+        ("batch", c_int32),
+        ("max_batch", c_int32),
+        ("query_start_loc", c_void_p),
+        ("row_start", c_void_p),
+        ("slots", c_void_p),
+        ("prompt_lens", c_void_p),
+        ("depths", c_void_p),
+        ("tree_width", c_int32),
+        ("input_ids", c_void_p),
+        ("positions", c_void_p),
+        ("tree_rows", c_void_p),
+        ("tokens", c_void_p),
+        ("row_positions", c_void_p),
+    )
+
+
 class AcceptParams(Structure):
     """kdtree_accept_params."""
 
@@ -142,6 +164,13 @@ class AcceptParams(Structure):
         ("path", c_void_p),
         ("emitted", c_void_p),
         ("num_emitted", c_void_p),
+        ("query_start_loc", c_void_p),
+        ("slots", c_void_p),
+        ("prompt_lens", c_void_p),
+        ("positions", c_void_p),
+        ("num_sampled", c_void_p),
+        ("num_rejected", c_void_p),
+        ("node_counts", c_void_p),
     )
 
 
@@ -172,6 +201,7 @@ OPERATORS: dict[str, type[Structure]] = {
     "kdtree_build_ddtree": BuildParams,
     "kdtree_verify_attn_plan": VerifyAttnParams,
     "kdtree_verify_attn": VerifyAttnParams,
+    "kdtree_tree_place": PlaceParams,
     "kdtree_tree_accept": AcceptParams,
     "kdtree_kv_commit": CommitParams,
 }

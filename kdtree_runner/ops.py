@@ -16,6 +16,9 @@ from kdtree_runner import kdtree_kernels as kernels
 
 LIB = torch.library.Library("kdtree", "FRAGMENT")
 LSE_WORDS = kernels.LSE_WORDS
+# The functions themselves, for what runs between CUDA graphs, where nothing traces: torch's
+# dispatcher would cost the host more than the call.
+direct = kernels
 P = ParamSpec("P")
 
 
@@ -52,6 +55,10 @@ build_select = _operator(*_TREE_OUTPUTS)(kernels.build_select)
 build_ddtree = _operator(*_TREE_OUTPUTS)(kernels.build_ddtree)
 verify_attn_plan = _operator("workspace")(kernels.verify_attn_plan)
 verify_attn = _operator("out", "lse", "workspace")(kernels.verify_attn)
-tree_accept = _operator("path", "emitted", "num_emitted")(kernels.tree_accept)
+tree_place = _operator("positions", "tree_rows", "tokens", "row_positions")(kernels.tree_place)
+tree_accept = _operator(
+    *("path", "emitted", "num_emitted"),
+    *("positions", "num_sampled", "num_rejected", "node_counts"),
+)(kernels.tree_accept)
 kv_commit = _operator("layers")(kernels.kv_commit)
 verify_attn_workspace = kernels.verify_attn_workspace

@@ -20,7 +20,11 @@ from vllm.v1.worker.workspace import current_workspace_manager, is_workspace_man
 
 from kdtree_runner import native, ops
 from kdtree_runner.config import ATTENTION_BACKEND, KV_LORA_RANK, MIN_CAPABILITY, QK_ROPE_HEAD_DIM
-from kdtree_runner.model_executor.mla_backend import TreeMLAMetadataBuilder, TreeMLAMixin
+from kdtree_runner.model_executor.mla_backend import (
+    TreeMLAMetadataBuilder,
+    TreeMLAMixin,
+    is_strict,
+)
 
 PAGE_TOKENS = 16  # the kernel takes pages of any multiple
 KEY_DIM = KV_LORA_RANK + QK_ROPE_HEAD_DIM
@@ -55,7 +59,9 @@ def workspace_bytes(config: VllmConfig, num_heads: int, kv_cache_dtype: str) -> 
     """
     scheduler = config.scheduler_config
     verified = scheduler.max_num_seqs * (1 + config.num_speculative_tokens)
-    num_tokens = min(verified, scheduler.max_num_batched_tokens)
+    num_tokens = scheduler.max_num_batched_tokens
+    if not is_strict():  # else prompts go there too
+        num_tokens = min(verified, num_tokens)
     longest = config.model_config.max_model_len + max(
         TABLE_ROUNDING, config.cache_config.block_size or 0
     )

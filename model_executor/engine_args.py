@@ -29,6 +29,7 @@ from kdtree_runner.config import (
     is_ours,
     user_keys,
 )
+from kdtree_runner.model_executor.graphs import MAX_CAPTURED_TOKENS, request_counts
 from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
 from kdtree_runner.platform import has_triton
 
@@ -39,8 +40,10 @@ WORKERS = {  # by device type
     "cuda": "kdtree_runner.model_executor.cuda_worker.CUDATreeWorker",
 }
 
-MAX_CAPTURED_TOKENS = 2048  # of a batch of trees; larger ones gain little from a graph
-REQUEST_STEP = 8  # requests between two sizes beyond vLLM's own
+SCHEDULERS = {  # by async_scheduling
+    False: "kdtree_runner.model_executor.scheduler.TreeScheduler",
+    True: "kdtree_runner.model_executor.scheduler.TreeAsyncScheduler",
+}
 
 
 def _user_config(args: EngineArgs) -> dict[str, Any] | None:
@@ -113,9 +116,33 @@ def _capture_large_batches(config: VllmConfig, args: EngineArgs) -> None:
     width = config.uniform_decode_query_len
     room = min(MAX_CAPTURED_TOKENS, scheduler.max_num_batched_tokens)
     most = min(scheduler.max_num_seqs, room // width)
-    counts = {*range(REQUEST_STEP, most + 1, REQUEST_STEP), most}
-    sizes += sorted(n * width for n in counts if n * width > sizes[-1])
+    sizes += [n * width for n in request_counts(most) if n * width > sizes[-1]]
     compilation.max_cudagraph_capture_size = sizes[-1]
+
+
+def _adapts(user: dict[str, Any]) -> bool:
+    """Whether the budget follows the batch size: tree_budget_adapt, or else on CUDA alone.
+
+    The times of a CPU's steps say nothing of the method.
+    """
+    key = "num_speculative_tokens_per_batch_size"
+    asked, by_hand = user.get("tree_budget_adapt"), user.get(key)
+    if asked and by_hand:
+        wanted = f"false, or none, with speculative_config key {key!r}"
+        raise UnsupportedError(f"tree_budget_adapt: wanted {wanted}, got {asked!r}")
+    return bool(current_platform.is_cuda() and not by_hand if asked is None else asked)
+
+
+def _set_scheduler(config: VllmConfig) -> None:
+    """The scheduler that asks the workers for the budget, once it is known whether it is async."""
+    spec, scheduler = config.speculative_config, config.scheduler_config
+    assert isinstance(spec, TreeSpeculativeConfig)
+    if not spec.tree_budget_adapt:
+        return
+    if scheduler.scheduler_cls is not None:
+        wanted = "none, or speculative_config key 'tree_budget_adapt' false"
+        raise UnsupportedError(f"scheduler_cls: wanted {wanted}, got {scheduler.scheduler_cls!r}")
+    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
 
 
 def _tree_speculative_config(
@@ -128,7 +155,9 @@ def _tree_speculative_config(
     check_target(target.hf_text_config)
     draft = _draft_config(user, target.trust_remote_code)
     check_pair(target.hf_text_config, draft, target.max_model_len)
-    tree = TreeConfig.from_user(user, draft_block_size(draft))
+    tree = TreeConfig.from_user(
+        user | {"tree_budget_adapt": _adapts(user)}, draft_block_size(draft)
+    )
     asked = user.get("num_speculative_tokens")
     if asked is not None and asked > tree.horizon:
         logger.info("tree_budget %d cuts the drafter's horizon to it", tree.num_nodes)
@@ -140,6 +169,7 @@ def _tree_speculative_config(
         **passed,
         tree_horizon=tree.horizon,
         tree_spine=tree.spine,
+        tree_budget_adapt=tree.adapt,
         target_model_config=target,
         target_parallel_config=parallel,
     )
@@ -177,6 +207,7 @@ def install() -> None:
         config = create_engine(_with_backend(self), *args, **kwargs)
         check_engine(config, current_platform.device_type)
         _capture_large_batches(config, self)
+        _set_scheduler(config)
         return config
 
     create_speculative_config.kdtree = True  # type: ignore[attr-defined]

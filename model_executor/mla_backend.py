@@ -6,11 +6,12 @@ The baseline of every equality check runs on this same backend.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonDecodeMetadata,
     MLACommonMetadata,
@@ -25,6 +26,16 @@ from vllm.v1.attention.backend import (
 
 from kdtree_runner import ops
 from kdtree_runner.spec_decode.tree import TreeState
+
+
+def is_strict() -> bool:
+    """Whether a result must not depend on the batch, nor on how its prompt was cut.
+
+    vLLM's prefill kernels merge a chunk's own attention with that over its context: another
+    rounding for every place of the cut, and drafts, prefix caching and neighbours move the cuts. A
+    row of verify_attn depends on its own length alone.
+    """
+    return bool(envs.VLLM_BATCH_INVARIANT)
 
 
 @dataclass
@@ -47,7 +58,8 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     VARLEN: a request whose tree was cut (max_model_len, token budget) must not become a prefill,
     where its mask would be causal. A prompt counts as a decode only where one token of it is left
     to compute, which vLLM's graphs of uniform batches take for a decode too; else never, however
-    short, so that a prompt runs the same kernels with and without speculation.
+    short, so that a prompt runs the same kernels with and without speculation. Where is_strict()
+    everything is a decode: slower for long prompts, and the same bits however they are cut.
 
     A captured graph reads what the metadata points to: the state of the trees, block tables,
     lengths and query starts, all persistent.
@@ -57,6 +69,13 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
     tree_state: TreeState | None = None  # set by the model runner once the caches exist
     num_drafts: np.ndarray | None = None  # [num_reqs] drafts of each request; None: no drafts
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.strict = is_strict()
+        if self.strict:  # the most query tokens that build() takes for a decode
+            scheduler = self.vllm_config.scheduler_config
+            self.reorder_batch_threshold = scheduler.max_num_batched_tokens
 
     def build(
         self,
@@ -78,7 +97,7 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
         is_prefilling may lack the rows that pad a captured graph.
         """
-        if m.is_prefilling is None:
+        if m.is_prefilling is None or self.strict:
             return None
         prefilling = m.is_prefilling.numpy()[: m.num_reqs]
         if not prefilling.any():

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from vllm.config import VllmConfig
+from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -16,8 +17,12 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.sample.penalties import PenaltiesState
 
 from kdtree_runner import ops
+from kdtree_runner.model_executor import step_times
+from kdtree_runner.model_executor.graphs import set_widths
 from kdtree_runner.model_executor.mla_backend import TreeMLAMetadataBuilder
+from kdtree_runner.model_executor.scheduler import TABLE
 from kdtree_runner.model_executor.speculative_config import TreeSpeculativeConfig
+from kdtree_runner.spec_decode.budget import BudgetFeedback, BudgetTable, candidates
 from kdtree_runner.spec_decode.sampler import TreeSampler, needs_chain
 from kdtree_runner.spec_decode.speculator import TreeSpeculator
 from kdtree_runner.spec_decode.tree import TreeState
@@ -27,6 +32,8 @@ from kdtree_runner.spec_decode.vocab_parallel import (
     argmax_keys,
     argmax_tokens,
 )
+
+logger = init_logger(__name__)
 
 # vLLM's own logits processors: right on a tree, or seen by needs_chain in a request's parameters.
 BUILT_IN_PROCESSORS = (LogitBiasState, PenaltiesState, BadWordsState)
@@ -47,9 +54,10 @@ class TreeRunnerMixin(GPUModelRunner):
         self.speculator = TreeSpeculator(vllm_config, device, tree, self.tree_state)
         self._all_chains = False
         self._shard: VocabShard | None = None
-        self._commit_groups: list[tuple[int, list[Tensor]]] = []
+        self._commit_groups: list[tuple[int, ops.direct.KVCommit]] = []
         self._builders: list[TreeMLAMetadataBuilder] = []
         self._slot_mappings: Tensor | None = None
+        self._budgets: BudgetFeedback | None = None
         self._tracing = False
         self._last_tree: dict[str, Any] | None = None
 
@@ -75,7 +83,12 @@ class TreeRunnerMixin(GPUModelRunner):
         for group_id, group in enumerate(self.kv_cache_config.kv_cache_groups):
             names = [n for n in group.layer_names if n not in draft]
             if names:
-                self._commit_groups.append((group_id, [layers[n].kv_cache for n in names]))
+                caches = [layers[n].kv_cache for n in names]
+                self._commit_groups.append((group_id, ops.direct.KVCommit(caches, paged=True)))
+        spec = self.speculative_config
+        assert isinstance(spec, TreeSpeculativeConfig) and self.cudagraph_manager is not None
+        if spec.tree.adapt:
+            set_widths(self.cudagraph_manager, [1 + budget for budget in self._candidates()])
         for groups in self.attn_groups:
             for attn in groups:
                 if set(attn.layer_names) & draft:
@@ -85,6 +98,34 @@ class TreeRunnerMixin(GPUModelRunner):
                     builder.tree_state = self.tree_state
                     self._builders.append(builder)
 
+    def _candidates(self) -> tuple[int, ...]:
+        return candidates(self.tree_state.num_nodes, self.tree_state.horizon)
+
+    def measure_budgets(self) -> None:
+        """Time the steps of every budget, and let batches choose from now on; once, at start-up."""
+        spec = self.speculative_config
+        assert isinstance(spec, TreeSpeculativeConfig)
+        if not spec.tree.adapt:
+            return
+        times = step_times.measure(
+            self, step_times.batch_sizes(self.max_num_reqs), self._candidates()
+        )
+        table = BudgetTable(times, self.tree_state.num_nodes, self.max_num_reqs)
+        logger.info("Milliseconds of a step, by batch size and tree budget: %s", table.describe())
+        self.tree_state.count_nodes()
+        assert self.tree_state.node_counts is not None
+        self._budgets = BudgetFeedback(table, self.tree_state.node_counts)
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        """Send new budgets to the scheduler beside a step's output."""
+        output = super().sample_tokens(grammar_output)
+        if self._budgets is not None and output is not None and self._budgets.step():
+            sent = getattr(
+                output, "model_runner_output", output
+            )  # inside an AsyncOutput, or itself
+            setattr(sent, TABLE, list(self._budgets.table.budgets))
+        return output
+
     def add_requests(self, scheduler_output: SchedulerOutput) -> None:
         """Start each new request's slot from an empty chain."""
         super().add_requests(scheduler_output)
@@ -92,7 +133,7 @@ class TreeRunnerMixin(GPUModelRunner):
             slot = self.req_states.req_id_to_index[request.req_id]
             self.tree_state.reset(slot)
             chain = needs_chain(request.sampling_params, self._all_chains)
-            self.tree_state.chain_only[slot] = chain
+            self.tree_state.chain_only[slot].fill_(chain)
 
     def prepare_attn(self, input_batch: InputBatch) -> tuple[tuple[Tensor, ...], Tensor]:
         """Cache slots from the node index (super), then positions from the node's depth.
@@ -104,16 +145,22 @@ class TreeRunnerMixin(GPUModelRunner):
         for builder in self._builders:
             builder.num_drafts = input_batch.num_draft_tokens_per_req
         state, batch = self.tree_state, input_batch
-        num_reqs = batch.num_reqs
         if batch.num_draft_tokens == 0:
             state.tree_rows.fill_(-1)
             return block_tables, slot_mappings
-        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
-        positions = self.input_buffers.positions
-        positions[rows] = positions[rows - node] + state.depths[batch.expanded_idx_mapping, node]
-        num_logits = batch.cu_num_logits[1:] - batch.cu_num_logits[:-1]
-        state.tree_rows[:num_reqs] = torch.where(num_logits > 1, batch.idx_mapping, -1)
-        state.tree_rows[num_reqs:].fill_(-1)
+        num_rows = batch.logits_indices.shape[0]
+        ops.direct.tree_place(
+            batch.query_start_loc[: batch.num_reqs + 1],
+            batch.cu_num_logits,
+            batch.idx_mapping,
+            self.req_states.prefill_len.gpu,
+            state.depths,
+            batch.input_ids,
+            batch.positions,
+            state.tree_rows,
+            state.tokens[:num_rows],
+            state.row_positions[:num_rows],
+        )
         return block_tables, slot_mappings
 
     def sample(
@@ -144,9 +191,8 @@ class TreeRunnerMixin(GPUModelRunner):
         """
         state, num_reqs = self.tree_state, batch.num_reqs
         assert self._slot_mappings is not None
-        for group_id, caches in self._commit_groups:
-            ops.kv_commit(
-                caches,
+        for group_id, commit in self._commit_groups:
+            commit(
                 self._slot_mappings[group_id],
                 batch.query_start_loc[: num_reqs + 1],
                 state.path[:num_reqs],

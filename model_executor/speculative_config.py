@@ -22,6 +22,8 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     """L, positions that the drafter fills in one pass."""
     tree_spine: bool = False
     """Whether the drafter's argmax chain is always in the tree."""
+    tree_budget_adapt: bool = False
+    """Whether trees shrink where a batch's verify tokens cost more than they bring."""
 
     def __repr__(self) -> str:
         """One line, as vLLM's own: it is in the log of every start."""
@@ -30,7 +32,12 @@ class TreeSpeculativeConfig(SpeculativeConfig):
     @property
     def tree(self) -> TreeConfig:
         """The frozen settings that the rest of the project reads."""
-        return TreeConfig(self.tree_horizon, self.num_speculative_tokens, self.tree_spine)
+        return TreeConfig(
+            self.tree_horizon,
+            self.num_speculative_tokens,
+            self.tree_spine,
+            self.tree_budget_adapt,
+        )
 
     @property
     def max_num_new_slots_for_drafting(self) -> int:

@@ -81,18 +81,18 @@ class TreeSampler(RejectionSampler):
         )
         sampler = self.sampler
         num_nans = get_num_nans(logits) if sampler.compute_nans else None
-        tokens = self._node_tokens(input_batch, invalid_drafts)
-        num_reqs = input_batch.num_reqs
-        # A fresh tensor: the copy to the host may still read the last step's when this one writes.
-        emitted = tokens.new_empty(num_reqs, self.state.num_tokens)
+        if invalid_drafts is not None:
+            self.state.tokens[: logits.shape[0]].masked_fill_(invalid_drafts, -1)
+        output = self._output(input_batch, num_nans)
         chunks = [
-            self._sample_chunk(logits, input_batch, tokens, emitted, first, last)
+            self._sample_chunk(logits, input_batch, output, first, last)
             for first, last in self._request_chunks(logits, input_batch)
         ]
-        logprobs = self._join_logprobs([c for c in chunks if c is not None], num_reqs)
+        output.logprobs_tensors = self._join_logprobs(
+            [c for c in chunks if c is not None], input_batch.num_reqs
+        )
         self.commit(input_batch)
-        counts = self.state.num_emitted[:num_reqs].clone()
-        return self._output(input_batch, emitted, counts, logprobs, num_nans)
+        return output
 
     def is_plainly_greedy(self, batch: InputBatch) -> bool:
         """Whether of every row nothing but its best token is wanted."""
@@ -112,58 +112,63 @@ class TreeSampler(RejectionSampler):
         targets: [rows] int64, the target's token at each node.
         """
         if batch.num_draft_tokens == 0:
-            ones = batch.seq_lens.new_ones(batch.num_reqs)
-            return self._output(batch, targets.view(-1, 1), ones)
-        state, num_reqs = self.state, batch.num_reqs
-        emitted = targets.new_empty(num_reqs, state.num_tokens)
-        ops.tree_accept(
-            self._node_tokens(batch, None),
-            targets,
-            batch.cu_num_logits,
-            state.tree_rows[:num_reqs],
-            state.parents,
-            state.path[:num_reqs],
-            emitted,
-            state.num_emitted[:num_reqs],
-        )
+            num_sampled, num_rejected = get_num_sampled_and_rejected(
+                batch.seq_lens.new_ones(batch.num_reqs),
+                batch.seq_lens,
+                batch.cu_num_logits,
+                batch.idx_mapping,
+                self.sampler.req_states.prefill_len.gpu,
+            )
+            return SamplerOutput(targets.view(-1, 1), None, None, num_sampled, num_rejected)
+        output = self._output(batch)
+        self._accept(targets, batch, output, 0, batch.num_reqs)
         self.commit(batch)
-        return self._output(batch, emitted, state.num_emitted[:num_reqs].clone())
+        return output
 
-    def _output(
-        self,
-        batch: InputBatch,
-        emitted: Tensor,
-        counts: Tensor,
-        logprobs: LogprobsTensors | None = None,
-        num_nans: Tensor | None = None,
-    ) -> SamplerOutput:
-        """emitted: [B, width] int64. counts: [B] int32 of them, changed where a prompt goes on."""
-        num_sampled, num_rejected = get_num_sampled_and_rejected(
-            counts,
-            batch.seq_lens,
-            batch.cu_num_logits,
-            batch.idx_mapping,
-            self.sampler.req_states.prefill_len.gpu,
-        )
+    def _output(self, batch: InputBatch, num_nans: Tensor | None = None) -> SamplerOutput:
+        """Of a batch with drafts, to be filled by _accept.
+
+        Fresh tensors: the copy to the host may still read the last step's when this one writes.
+        """
+        counts = batch.cu_num_logits.new_empty(2, batch.num_reqs)
         return SamplerOutput(
-            sampled_token_ids=emitted,
-            logprobs_tensors=logprobs,
+            sampled_token_ids=batch.positions.new_empty(batch.num_reqs, self.state.num_tokens),
+            logprobs_tensors=None,
             num_nans=num_nans,
-            num_sampled=num_sampled,
-            num_rejected=num_rejected,
+            num_sampled=counts[0],
+            num_rejected=counts[1],
         )
 
-    def _node_tokens(self, batch: InputBatch, invalid_drafts: Tensor | None) -> Tensor:
-        """[rows] int64, the token of each node, -1 where a draft must not be accepted."""
-        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
-        tokens = batch.input_ids[rows].long()
-        base = batch.positions[rows] - self.state.depths[batch.expanded_idx_mapping, node]
-        # Drafts of a step that starts inside the prompt are placeholders, never proposals.
-        prefill_len = self.sampler.req_states.prefill_len.gpu[batch.expanded_idx_mapping]
-        barred = (node > 0) & (base < prefill_len)
-        if invalid_drafts is not None:
-            barred |= invalid_drafts
-        return tokens.masked_fill_(barred, -1)
+    def _accept(
+        self, targets: Tensor, batch: InputBatch, output: SamplerOutput, first: int, last: int
+    ) -> Tensor:
+        """Walk the trees of requests first .. last - 1, and put positions into sequence.
+
+        targets: [rows of these requests] int64. Returns their row_start, [last - first + 1] int32.
+        """
+        state = self.state
+        low = int(batch.cu_num_logits_np[first])
+        row_start = batch.cu_num_logits[first : last + 1]
+        if low:
+            row_start = row_start - low
+        ops.direct.tree_accept(
+            state.tokens[low : low + targets.shape[0]],
+            targets,
+            row_start,
+            state.tree_rows[first:last],
+            state.parents,
+            state.path[first:last],
+            output.sampled_token_ids[first:last],
+            state.num_emitted[first:last],
+            batch.query_start_loc[first : last + 1],
+            batch.idx_mapping[first:last],
+            self.sampler.req_states.prefill_len.gpu,
+            batch.positions,
+            output.num_sampled[first:last],
+            output.num_rejected[first:last],
+            state.node_counts,
+        )
+        return row_start
 
     def _request_chunks(self, logits: Tensor, batch: InputBatch) -> Iterable[tuple[int, int]]:
         """Runs of requests whose processed logits stay within vLLM's limit for one copy."""
@@ -176,44 +181,36 @@ class TreeSampler(RejectionSampler):
         self,
         logits: Tensor,
         batch: InputBatch,
-        tokens: Tensor,
-        emitted: Tensor,
+        output: SamplerOutput,
         first: int,
         last: int,
     ) -> LogprobsTensors | None:
         """Requests first .. last - 1: draw every node's token, walk, and score what is emitted."""
-        sampler, state = self.sampler, self.state
+        sampler = self.sampler
         low, high = int(batch.cu_num_logits_np[first]), int(batch.cu_num_logits_np[last])
-        rows = batch.logits_indices[low:high]
         idx_np = batch.idx_mapping_np[first:last]
+        looked_at = sampler.needs_logits_processing[idx_np].any()
+        # Nothing but logits processors looks at the tokens.
+        input_ids = batch.input_ids[batch.logits_indices[low:high] if looked_at else slice(0)]
         dims = sampler.get_logprobs_dims(batch.idx_mapping_np)
         targets, processed = sampler.sample(
             logits[low:high],
             batch.expanded_idx_mapping[low:high],
             batch.idx_mapping[first:last],
             idx_np,
-            batch.positions[rows],
-            batch.input_ids[rows],
+            self.state.row_positions[low:high],
+            input_ids,
             batch.expanded_local_pos[low:high],
             batch.seq_lens_cpu_upper_bound.numpy()[first:last],
             return_logprobs=dims is not None,
         )
-        row_start = batch.cu_num_logits[first : last + 1] - low
-        ops.tree_accept(
-            tokens[low:high],
-            targets,
-            row_start,
-            state.tree_rows[first:last],
-            state.parents,
-            state.path[first:last],
-            emitted[first:last],
-            state.num_emitted[first:last],
-        )
+        row_start = self._accept(targets, batch, output, first, last)
         if dims is None:
             return None
         scored = (
             processed if sampler.logprobs_mode in PROCESSED_LOGPROBS_MODES else logits[low:high]
         )
+        emitted = output.sampled_token_ids
         return self._logprobs(scored, batch, emitted, row_start, dims, first, last)
 
     def _logprobs(

@@ -12,7 +12,10 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.dflash.speculator import DFlashSpeculator
+from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
+    DFlashSpeculator,
+    prepare_dflash_inputs,
+)
 
 from kdtree_runner import ops
 from kdtree_runner.config import TreeConfig, check_weights
@@ -159,14 +162,21 @@ class TreeSpeculator(DFlashSpeculator):
         aux_hidden_states: list[Tensor] | None,
         *args: Any,
         dummy_run: bool = False,
+        num_speculative_tokens: int | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Draft L positions and grow each request's tree.
 
+        num_speculative_tokens: nodes that the next step verifies, the first ones; 0: draft nothing.
         Returns [B, N] int64, the tokens of the nodes.
         """
         if not dummy_run and input_batch.num_draft_tokens > 0:
             self._put_in_sequence(input_batch, aux_hidden_states or [last_hidden_states])
+        if num_speculative_tokens == 0 and not dummy_run:
+            self._keep_context(
+                input_batch, last_hidden_states, aux_hidden_states, *args[:6], **kwargs
+            )
+            return self.tree_tokens[: input_batch.num_reqs]
         if dummy_run:
             self.is_real.fill_(False)
         super().propose(
@@ -183,22 +193,75 @@ class TreeSpeculator(DFlashSpeculator):
             self.is_real.fill_(True)
         return self.tree_tokens[: input_batch.num_reqs]
 
-    def _put_in_sequence(self, batch: InputBatch, hidden_states: list[Tensor]) -> None:
-        """The drafter's context is the accepted path: its rows and positions, in sequence.
+    def _keep_context(
+        self,
+        batch: InputBatch,
+        last_hidden_states: Tensor,
+        aux_hidden_states: list[Tensor] | None,
+        num_sampled: Tensor,
+        num_rejected: Tensor,
+        last_sampled: Tensor,
+        next_prefill_tokens: Tensor,
+        temperature: Tensor,
+        seeds: Tensor,
+        **_: Any,
+    ) -> None:
+        """Store the drafter's context of a step after which nothing is drafted.
 
-        The verify pass ran with position base + depth and one row a node. Here row and position of
-        node i become those of the i-th accepted token; what lies past the path is ignored.
+        So that drafts are as good as ever when the batch has shrunk. The first part of vLLM
+        0.32.0 v1/worker/gpu/spec_decode/dflash/speculator.py `propose`.
+        """
+        num_tokens = batch.num_tokens
+        hidden = last_hidden_states
+        if aux_hidden_states:
+            hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
+        self.hidden_states[:num_tokens].copy_(hidden[:num_tokens])
+        for i, group in enumerate(self.draft_kv_cache_group_ids):
+            prepare_dflash_inputs(
+                self.input_buffers,
+                self.block_tables.slot_mappings[group],
+                self.context_positions,
+                self._context_slot_mappings[i],
+                self.sample_indices,
+                self.sample_pos,
+                self.sample_idx_mapping,
+                self.temperature,
+                self.seeds,
+                batch,
+                num_sampled,
+                num_rejected,
+                last_sampled,
+                next_prefill_tokens,
+                temperature,
+                seeds,
+                self.block_tables.input_block_tables[group],
+                self.block_tables.block_sizes[group],
+                self.block_tables.cp_rank,
+                self.dcp_size,
+                self.block_tables.cp_interleave,
+                self.parallel_drafting_token_id,
+                self.num_query_per_req,
+                self.num_speculative_steps,
+                self.max_num_reqs,
+                self.max_num_tokens,
+                self.max_model_len,
+            )
+        self._precompute_context_kv(0, num_tokens)
+
+    def _put_in_sequence(self, batch: InputBatch, hidden_states: list[Tensor]) -> None:
+        """The drafter's context is the accepted path: its rows in sequence.
+
+        The verify pass left one row a node. Here row i becomes that of the i-th accepted token;
+        what lies past the path is ignored. tree_accept has done so with the positions.
         """
         state, num_reqs = self.state, batch.num_reqs
-        ops.kv_commit(
+        ops.direct.kv_commit(
             hidden_states,
             None,
             batch.query_start_loc[: num_reqs + 1],
             state.path[:num_reqs],
             state.num_emitted[:num_reqs],
         )
-        rows, node = batch.logits_indices, batch.expanded_local_pos.long()
-        batch.positions[rows] = batch.positions[rows - node] + node
 
     def _grow(self, num_reqs: int, tokens: Tensor) -> None:
         """Select the nodes of each request's tree from the candidates of this step's draft."""

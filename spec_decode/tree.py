@@ -30,6 +30,9 @@ class TreeState:
     tree_rows: [max_num_reqs] int32, slot of the b-th request of the batch, -1 for a chain.
     path: [max_num_reqs, A] int32, accepted node at each depth, past the end the last one again.
     num_emitted: [max_num_reqs] int32, accepted nodes + 1; 0 for a request without rows.
+    node_counts: [2, T] int32, trees that had each node, and that accepted it; None: not counted.
+    tokens, row_positions: [max_num_reqs * T] int64, token (-1: never accepted) and position of each
+        node of the batch, request after request.
     """
 
     def __init__(
@@ -57,13 +60,23 @@ class TreeState:
         self.tree_rows = full(max_num_reqs, value=-1)
         self.path = full(max_num_reqs, horizon + 1, value=0)
         self.num_emitted = full(max_num_reqs, value=0)
+        self.node_counts: Tensor | None = None
+        rows = max_num_reqs * self.num_tokens
+        self.tokens = full(rows, value=-1, dtype=torch.int64)
+        self.row_positions = full(rows, value=0, dtype=torch.int64)
+
+    def count_nodes(self) -> None:
+        """Count accepted nodes from now on."""
+        self.node_counts = torch.zeros(
+            2, self.num_tokens, dtype=torch.int32, device=self.parents.device
+        )
 
     def reset(self, slot: int) -> None:
         """Give a slot the chain-shaped tree, which holds until the drafter has run for it."""
         self.parents[slot] = self._chain_parents
         self.depths[slot] = self._chain_depths
         self.ancestors[slot] = self._chain_ancestors
-        self.chain_only[slot] = False
+        self.chain_only[slot].fill_(False)
 
 
 def chain_tree(num_nodes: int, horizon: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -116,6 +116,7 @@ def check_refusal(call: Callable[[], object], key: str, wanted: str, got: str) -
         ({SCHEDULE: [[2, 8, 4]]}, SCHEDULE, "from 1 on", "[2, 8, 4]"),
         ({SCHEDULE: [[1, 4, 4], [4, 8, 2]]}, SCHEDULE, "in order", "[4, 8, 2]"),
         ({SCHEDULE: [[1, 4, 4], [8, 6, 2]]}, SCHEDULE, "in order", "[8, 6, 2]"),
+        ({"tree_budget_adapt": 1}, "tree_budget_adapt", "true or false", "1"),
     ],
 )
 def test_settings(change: dict[str, Any], key: str, wanted: str, got: str) -> None:

@@ -1,6 +1,6 @@
 /* kdtree.h: the C interface of libkdtree_kernels_c.
  *
- * Four operators of draft-tree speculative decoding (DDTree, arXiv 2604.12989) over raw pointers:
+ * Five operators of draft-tree speculative decoding (DDTree, arXiv 2604.12989) over raw pointers:
  * no Torch, no Python. Every operator takes one parameter struct, writes into memory that the
  * caller owns and returns a status. It never allocates, never synchronises, never exits the process
  * and never throws. On a status other than KDTREE_OK, kdtree_last_error() of the calling thread
@@ -31,7 +31,7 @@
 extern "C" {
 #endif
 
-#define KDTREE_ABI_VERSION 2
+#define KDTREE_ABI_VERSION 3
 #define KDTREE_MAX_NODES 255    /* N, without the root */
 #define KDTREE_MAX_DEPTH 32     /* L */
 #define KDTREE_MAX_TOPK 64      /* K */
@@ -176,6 +176,28 @@ typedef struct kdtree_verify_attn_params {
   int32_t planned;        /* 0, or 1: the workspace holds the plan of this step, see below */
 } kdtree_verify_attn_params;
 
+/* Lay a batch of trees out for the target's pass. The rows of request b, its root and nodes, are
+ * the last row_start[b + 1] - row_start[b] of its query tokens. On entry positions run in sequence,
+ * from the root's on; here a node's becomes the root's + its depth. A request of one row has no
+ * tree. Drafts whose root lies inside the prompt are placeholders, which must not be accepted. */
+typedef struct kdtree_place_params {
+  int32_t device;
+  void* stream;
+  int32_t batch;                  /* B */
+  int32_t max_batch;              /* entries of tree_rows, at least B */
+  const int32_t* query_start_loc; /* [B + 1] */
+  const int32_t* row_start;       /* [B + 1] */
+  const int64_t* slots;           /* [B] row of the tree state */
+  const int32_t* prompt_lens;     /* [R] tokens */
+  const int32_t* depths;          /* [R, tree_width] */
+  int32_t tree_width;
+  const int32_t* input_ids; /* [num_tokens] */
+  int64_t* positions;       /* in, out [num_tokens] */
+  int32_t* tree_rows;       /* out [max_batch]: slots[b], -1 for a request of one row and past B */
+  int64_t* tokens;          /* out [rows] token of each node, -1 at placeholders */
+  int64_t* row_positions;   /* out [rows] position of each node */
+} kdtree_place_params;
+
 /* Walk each tree by the target's token at each node. Row r of request b is node r - row_start[b]. A
  * node is accepted when its parent is (the root always is) and its token is the target token of its
  * parent; of two such siblings the lower node. What is emitted is the target token of every node on
@@ -196,6 +218,17 @@ typedef struct kdtree_accept_params {
       path; /* out [B, A] node at each depth, path[0] = 0; past the end the last node repeats */
   int64_t* emitted;     /* out [B, emitted_width], 0 past the end */
   int32_t* num_emitted; /* out [B] = accepted nodes + 1; 0 for a request without rows */
+  /* What an engine keeps of the step; all NULL, or none. A request's rows are the last of its query
+   * tokens. A prompt goes on while the root's position + rows < prompt_lens[slot]. */
+  const int32_t* query_start_loc; /* [B + 1] */
+  const int64_t* slots;           /* [B] */
+  const int32_t* prompt_lens;     /* [R] tokens */
+  int64_t* positions;    /* in, out [num_tokens]: the root's + depth becomes the root's + node */
+  int32_t* num_sampled;  /* out [B] num_emitted, 0 while the prompt goes on */
+  int32_t* num_rejected; /* out [B] rows - num_sampled, 0 while the prompt goes on */
+  /* in, out [2, tree_width], or NULL: of each node, how many trees had it, and how many accepted it
+   * (the root always). Trees of all calls are added up. */
+  int32_t* node_counts;
 } kdtree_accept_params;
 
 /* Move the rows of each accepted path into sequence, in every cache given: row of node path[d] ->
@@ -233,6 +266,7 @@ KDTREE_API kdtree_status kdtree_verify_attn_plan(const kdtree_verify_attn_params
 /* Bytes of workspace that a verify_attn call with these sizes needs; 0 on the CPU. Reads sizes
  * only, no pointers. */
 KDTREE_API size_t kdtree_verify_attn_workspace(const kdtree_verify_attn_params* params);
+KDTREE_API kdtree_status kdtree_tree_place(const kdtree_place_params* params);
 KDTREE_API kdtree_status kdtree_tree_accept(const kdtree_accept_params* params);
 KDTREE_API kdtree_status kdtree_kv_commit(const kdtree_commit_params* params);
 

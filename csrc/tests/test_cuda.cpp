@@ -368,6 +368,28 @@ void run_accept(const AcceptCase& c) {
   p.path = path.data();
   p.emitted = emitted.data();
   p.num_emitted = num.data();
+  // Rows of a request are its last query tokens: one more before them.
+  std::vector<int32_t> query_start_loc = {0}, prompt_lens, sampled(size(c.batch), kUntouched),
+                       rejected(size(c.batch), kUntouched);
+  std::vector<int64_t> slots, positions;
+  for (int b = 0; b < c.batch; ++b) {
+    query_start_loc.push_back(row_start[size(b + 1)] + b + 1);
+    slots.push_back(c.batch - 1 - b);
+    prompt_lens.push_back(random.below(600));
+  }
+  for (int i = 0; i < query_start_loc.back(); ++i) positions.push_back(random.below(500));
+  const OnDevice<int32_t> d_query(query_start_loc), d_prompts(prompt_lens), d_sampled(sampled),
+      d_rejected(rejected);
+  const OnDevice<int64_t> d_slots(slots), d_positions(positions);
+  p.query_start_loc = query_start_loc.data();
+  p.slots = slots.data();
+  p.prompt_lens = prompt_lens.data();
+  p.positions = positions.data();
+  p.num_sampled = sampled.data();
+  p.num_rejected = rejected.data();
+  std::vector<int32_t> counts(size(2 * p.tree_width), 5);
+  const OnDevice<int32_t> d_counts(counts);
+  p.node_counts = counts.data();
   for (const bool chains : {false, true}) {
     p.device = KDTREE_DEVICE_CPU;
     kdtree_accept_params q = p;
@@ -382,15 +404,83 @@ void run_accept(const AcceptCase& c) {
     q.path = d_path.data();
     q.emitted = d_emitted.data();
     q.num_emitted = d_num.data();
+    q.query_start_loc = d_query.data();
+    q.slots = d_slots.data();
+    q.prompt_lens = d_prompts.data();
+    q.positions = d_positions.data();
+    q.num_sampled = d_sampled.data();
+    q.num_rejected = d_rejected.data();
+    q.node_counts = d_counts.data();
     CHECK_OK(kdtree_tree_accept(&q));
     ++num_cases;
+    CHECK(d_positions.get() == positions);
+    CHECK(d_sampled.get() == sampled);
+    CHECK(d_rejected.get() == rejected);
+    CHECK(d_counts.get() == counts);
     CHECK(d_path.get() == path);
     CHECK(d_emitted.get() == emitted);
     CHECK(d_num.get() == num);
   }
 }
 
+void run_place(int batch, int num_nodes) {
+  Random random(static_cast<uint32_t>(batch + num_nodes));
+  const int width = num_nodes + 1, num_slots = batch + 3;
+  std::vector<int32_t> start = {0}, query = {0}, prompt_lens, depths, ids,
+                       rows(size(num_slots), kUntouched);
+  std::vector<int64_t> slots, positions;
+  for (int b = 0; b < batch; ++b) {
+    const int num_rows = 1 + random.below(width), base = random.below(500);
+    start.push_back(start.back() + num_rows);
+    query.push_back(query.back() + num_rows + b % 2);
+    for (int i = 0; i < num_rows + b % 2; ++i) positions.push_back(base + i);
+    slots.push_back(num_slots - 1 - b);
+  }
+  for (int slot = 0; slot < num_slots; ++slot) prompt_lens.push_back(random.below(500));
+  for (int i = 0; i < num_slots * width; ++i) depths.push_back(random.below(8));
+  for (int i = 0; i < query.back(); ++i) ids.push_back(random.below(1000));
+  std::vector<int64_t> tokens(size(start.back()), kUntouched), at(size(start.back()), kUntouched);
+  const OnDevice<int32_t> d_start(start), d_query(query), d_prompts(prompt_lens), d_depths(depths),
+      d_ids(ids), d_rows(rows);
+  const OnDevice<int64_t> d_slots(slots), d_positions(positions), d_tokens(tokens), d_at(at);
+  kdtree_place_params p = {};
+  p.device = KDTREE_DEVICE_CUDA;
+  p.batch = batch;
+  p.max_batch = num_slots;
+  p.query_start_loc = d_query.data();
+  p.row_start = d_start.data();
+  p.slots = d_slots.data();
+  p.prompt_lens = d_prompts.data();
+  p.depths = d_depths.data();
+  p.tree_width = width;
+  p.input_ids = d_ids.data();
+  p.positions = d_positions.data();
+  p.tree_rows = d_rows.data();
+  p.tokens = d_tokens.data();
+  p.row_positions = d_at.data();
+  CHECK_OK(kdtree_tree_place(&p));
+  p.device = KDTREE_DEVICE_CPU;
+  p.query_start_loc = query.data();
+  p.row_start = start.data();
+  p.slots = slots.data();
+  p.prompt_lens = prompt_lens.data();
+  p.depths = depths.data();
+  p.input_ids = ids.data();
+  p.positions = positions.data();
+  p.tree_rows = rows.data();
+  p.tokens = tokens.data();
+  p.row_positions = at.data();
+  CHECK_OK(kdtree_tree_place(&p));
+  ++num_cases;
+  CHECK(d_positions.get() == positions);
+  CHECK(d_rows.get() == rows);
+  CHECK(d_tokens.get() == tokens);
+  CHECK(d_at.get() == at);
+}
+
 void test_accept(bool smallest) {
+  run_place(3, 4);
+  if (!smallest) run_place(40, 255);
   run_accept({3, 4, 4, 0, 1});
   if (smallest) return;
   for (const AcceptCase& c : std::vector<AcceptCase>{{1, 7, 8, 0, 1},

@@ -117,6 +117,61 @@ void test_chains_without_trees() {
   CHECK((got.emitted == std::vector<int64_t>{5, 6, 8}));
 }
 
+// Every request's query tokens are its rows and up to three before them.
+void test_what_an_engine_keeps() {
+  Random random(3);
+  const Batch batch = random_batch(random, 20, 9);
+  Result plain, got;
+  kdtree_accept_params p = params_of(batch, 8, 8, plain);
+  CHECK_OK(kdtree_tree_accept(&p));
+  std::vector<int32_t> query_start_loc = {0}, prompt_lens;
+  std::vector<int64_t> slots, positions, want;
+  for (int b = 0; b < 20; ++b) {
+    const int num_rows = batch.row_start[size_t(b) + 1] - batch.row_start[size_t(b)];
+    const int extra = random.below(4), base = 10 + random.below(100);
+    query_start_loc.push_back(query_start_loc.back() + extra + num_rows);
+    slots.push_back(19 - b);
+    for (int i = 0; i < extra; ++i) positions.push_back(base - extra + i);
+    for (int node = 0; node < num_rows; ++node) {
+      positions.push_back(node == 0 ? base : base + 1 + random.below(3));
+    }
+    for (int i = 0; i < extra + num_rows; ++i) want.push_back(base - extra + i);
+  }
+  for (int slot = 0; slot < 20; ++slot) prompt_lens.push_back(random.below(110));
+  std::vector<int32_t> num_sampled(20, -7), num_rejected(20, -7);
+  p = params_of(batch, 8, 8, got);
+  p.query_start_loc = query_start_loc.data();
+  p.slots = slots.data();
+  p.prompt_lens = prompt_lens.data();
+  p.positions = positions.data();
+  p.num_sampled = num_sampled.data();
+  p.num_rejected = num_rejected.data();
+  CHECK_OK(kdtree_tree_accept(&p));
+  CHECK(got == plain);
+  CHECK(positions == want);
+  for (size_t b = 0; b < 20; ++b) {
+    const int num_rows = batch.row_start[b + 1] - batch.row_start[b];
+    const int end = query_start_loc[b + 1];
+    const bool goes_on = num_rows > 0 && want[size_t(end - 1)] + 1 < prompt_lens[size_t(slots[b])];
+    CHECK(num_sampled[b] == (goes_on ? 0 : got.num_emitted[b]));
+    CHECK(num_rejected[b] == (goes_on ? 0 : num_rows - got.num_emitted[b]));
+  }
+  std::vector<int32_t> counts(size_t(2 * p.tree_width), 0), want_counts = counts;
+  p.node_counts = counts.data();
+  for (size_t b = 0; b < 20; ++b) {
+    if (batch.tree_rows[b] < 0) continue;
+    const int num_rows = batch.row_start[b + 1] - batch.row_start[b];
+    for (int node = 0; node < num_rows; ++node) ++want_counts[size_t(node)];
+    for (int d = 0; d < got.num_emitted[b]; ++d) {
+      ++want_counts[size_t(p.tree_width + got.path[b * 8 + size_t(d)])];
+    }
+  }
+  CHECK_OK(kdtree_tree_accept(&p));
+  CHECK(counts == want_counts);
+  p.positions = nullptr;
+  CHECK_ERROR(kdtree_tree_accept(&p), KDTREE_INVALID_ARGUMENT, "positions", "NULL");
+}
+
 void test_errors() {
   Random random(2);
   const Batch batch = random_batch(random, 2, 4);
@@ -143,6 +198,7 @@ void test_errors() {
 int main() {
   test_random_batches();
   test_chains_without_trees();
+  test_what_an_engine_keeps();
   test_errors();
   return test::finish("tree_accept");
 }

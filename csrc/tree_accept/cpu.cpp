@@ -51,6 +51,20 @@ kdtree_status check_rows(const kdtree_accept_params& p) {
   return check.status();
 }
 
+void count_nodes(const kdtree_accept_params& p, int num_rows, const int32_t* path, int length) {
+  for (int node = 0; node < num_rows; ++node) ++p.node_counts[node];
+  for (int d = 0; d < length; ++d) ++p.node_counts[p.tree_width + path[d]];
+}
+
+// What the engine keeps of request b, whose path is known.
+void keep(const kdtree_accept_params& p, int b, int num_rows) {
+  const int64_t root = int64_t{p.query_start_loc[b + 1]} - num_rows;
+  const bool goes_on = num_rows > 0 && p.positions[root] + num_rows < p.prompt_lens[p.slots[b]];
+  p.num_sampled[b] = goes_on ? 0 : p.num_emitted[b];
+  p.num_rejected[b] = goes_on ? 0 : num_rows - p.num_emitted[b];
+  for (int node = 1; node < num_rows; ++node) p.positions[root + node] = p.positions[root] + node;
+}
+
 }  // namespace
 
 kdtree_status tree_accept(const kdtree_accept_params& p) {
@@ -67,6 +81,8 @@ kdtree_status tree_accept(const kdtree_accept_params& p) {
     for (int d = 0; d < length; ++d) emitted[d] = walk.targets[path[d]];
     std::fill(emitted + length, emitted + p.emitted_width, 0);
     p.num_emitted[b] = length;
+    if (p.query_start_loc != nullptr) keep(p, b, walk.num_rows);
+    if (p.node_counts != nullptr && tree_row >= 0) count_nodes(p, walk.num_rows, path, length);
   }
   return KDTREE_OK;
 }

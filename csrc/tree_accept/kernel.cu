@@ -9,6 +9,21 @@ constexpr int kLanes = 32;
 constexpr int kMaxTree = KDTREE_MAX_NODES + 1;
 constexpr int kNone = INT32_MAX;
 
+// What the engine keeps of a request, of whose rows `length` were accepted.
+__device__ void keep(const kdtree_accept_params& p, int request, int length) {
+  const int lane = static_cast<int>(threadIdx.x);
+  const int num_rows = p.row_start[request + 1] - p.row_start[request];
+  int64_t* const positions = p.positions + p.query_start_loc[request + 1] - num_rows;
+  if (num_rows > 0) {
+    const int64_t base = positions[0];  // of the root, which no lane writes
+    for (int node = 1 + lane; node < num_rows; node += kLanes) positions[node] = base + node;
+  }
+  if (lane != 0) return;
+  const bool goes_on = num_rows > 0 && positions[0] + num_rows < p.prompt_lens[p.slots[request]];
+  p.num_sampled[request] = goes_on ? 0 : length;
+  p.num_rejected[request] = goes_on ? 0 : num_rows - length;
+}
+
 __global__ void __launch_bounds__(kLanes)
     accept_kernel(const __grid_constant__ kdtree_accept_params p) {
   __shared__ int64_t targets[kMaxTree];
@@ -55,6 +70,12 @@ __global__ void __launch_bounds__(kLanes)
     emitted[d] = d < length ? targets[at] : 0;
   }
   if (lane == 0) p.num_emitted[request] = length;
+  if (p.query_start_loc != nullptr) keep(p, request, length);
+  if (p.node_counts != nullptr && tree_row >= 0) {
+    for (int node = lane; node < num_rows; node += kLanes) atomicAdd(&p.node_counts[node], 1);
+    if (lane < length) atomicAdd(&p.node_counts[p.tree_width + mine], 1);
+    if (lane == 0 && length > kLanes) atomicAdd(&p.node_counts[p.tree_width + at], 1);
+  }
 }
 
 }  // namespace

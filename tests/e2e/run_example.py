@@ -4,7 +4,8 @@
 
 IN.json: "arguments", more arguments of LLM; "requests", each a prompt's token ids and the options
 of its SamplingParams. OUT.json: "tokens" of each completion of each request; "states", the digest
-of each rank's trees after them; "backend", how the workers were started.
+of each rank's trees after them; "gathered", shapes that each rank put into gathers;
+"backend", how the workers were started.
 """
 
 from __future__ import annotations
@@ -30,6 +31,27 @@ def tree_digest(worker: Any) -> str:
     return parts.hexdigest()
 
 
+def watch_gathers(worker: Any) -> None:
+    """Note the shape of every tensor that this rank gathers from now on."""
+    from vllm.distributed import get_tp_group
+
+    link = get_tp_group().device_communicator
+    worker.gathered = set()
+    for name in ("all_gather", "all_gatherv", "gather") if link is not None else ():
+        method = getattr(link, name)
+
+        def noted(tensor: Any, *args: Any, method: Any = method, **kwargs: Any) -> Any:
+            worker.gathered.add(tuple(tensor.shape))
+            return method(tensor, *args, **kwargs)
+
+        setattr(link, name, noted)
+
+
+def gathered(worker: Any) -> list[tuple[int, ...]]:
+    """The shapes that watch_gathers noted."""
+    return sorted(worker.gathered)
+
+
 def main() -> None:
     example, given, result = sys.argv[1:]
     asked = json.loads(Path(given).read_text())
@@ -45,11 +67,13 @@ def main() -> None:
     (llm,) = ENGINES
     prompts = [{"prompt_token_ids": r["prompt"]} for r in asked["requests"]]
     params = [vllm.SamplingParams(**r["options"]) for r in asked["requests"]]
+    llm.collective_rpc(watch_gathers)
     outputs = llm.generate(prompts, params, use_tqdm=False)
     backend = llm.llm_engine.vllm_config.parallel_config.distributed_executor_backend
     answer = {
         "tokens": [[list(c.token_ids) for c in output.outputs] for output in outputs],
         "states": llm.collective_rpc(tree_digest),
+        "gathered": llm.collective_rpc(gathered),
         "backend": backend if isinstance(backend, str) else backend.__name__,
     }
     Path(result).write_text(json.dumps(answer))

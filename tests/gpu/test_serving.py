@@ -75,6 +75,17 @@ def test_tokens_are_the_baselines(get: Callable[..., Any], graphs: bool, budget:
     assert_equal(generate(get("tree", graphs, budget=budget), asked), want)
 
 
+@pytest.mark.parametrize("mode", ["plain", "tree"])
+def test_tokens_do_not_depend_on_the_cuts_of_prompts(get: Callable[..., Any], mode: str) -> None:
+    """Whole prompts, chunks of a few pages beside drafts, and prefixes from the cache."""
+    asked = requests(seeded=False) + requests(seeded=True)
+    want = generate(get("plain", True), asked)
+    llm = get(mode, True, max_num_batched_tokens=160)
+    for _ in range(2):
+        assert_equal(generate(llm, asked), want)
+    assert llm.reset_prefix_cache()
+
+
 @pytest.mark.parametrize("graphs", [False, True])
 def test_no_step_waits(
     get: Callable[..., Any], graphs: bool, monkeypatch: pytest.MonkeyPatch

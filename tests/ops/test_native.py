@@ -21,6 +21,7 @@ STRUCTS = {
     "kdtree_select_params": native.SelectParams,
     "kdtree_build_params": native.BuildParams,
     "kdtree_verify_attn_params": native.VerifyAttnParams,
+    "kdtree_place_params": native.PlaceParams,
     "kdtree_accept_params": native.AcceptParams,
     "kdtree_commit_params": native.CommitParams,
 }

@@ -1,0 +1,9 @@
+#pragma once
+
+#include "kdtree.h"
+
+namespace kdtree::cpu {
+
+kdtree_status tree_place(const kdtree_place_params& params);
+
+}  // namespace kdtree::cpu
