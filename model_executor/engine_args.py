@@ -130,7 +130,7 @@ def _adapts(user: dict[str, Any]) -> bool:
     if asked and by_hand:
         wanted = f"false, or none, with speculative_config key {key!r}"
         raise UnsupportedError(f"tree_budget_adapt: wanted {wanted}, got {asked!r}")
-    return bool(current_platform.is_cuda() and not by_hand if asked is None else asked)
+    return current_platform.is_cuda() and not by_hand if asked is None else asked
 
 
 def _set_scheduler(config: VllmConfig) -> None:

@@ -9,10 +9,7 @@ import torch
 from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
-    DFlashSpeculator,
-    prepare_dflash_inputs,
-)
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 
 from kdtree_runner import ops
 from kdtree_runner.config import TreeConfig
@@ -20,7 +17,7 @@ from kdtree_runner.spec_decode.tree import TreeState
 from kdtree_runner.spec_decode.vocab_parallel import CandidateBuffers, VocabShard, all_gather
 
 
-class TreeSpeculator(DFlashSpeculator):
+class TreeSpeculator(dflash.DFlashSpeculator):
     """vLLM's DFlash speculator with a horizon L of its own, whose drafts are the N nodes of a tree.
 
     The scheduler and the request states know N (`num_speculative_tokens` of the engine); only this
@@ -153,7 +150,7 @@ class TreeSpeculator(DFlashSpeculator):
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
         self.hidden_states[:num_tokens].copy_(hidden[:num_tokens])
         for i, group in enumerate(self.draft_kv_cache_group_ids):
-            prepare_dflash_inputs(
+            dflash.prepare_dflash_inputs(
                 self.input_buffers,
                 self.block_tables.slot_mappings[group],
                 self.context_positions,
