@@ -121,16 +121,13 @@ def _capture_large_batches(config: VllmConfig, args: EngineArgs) -> None:
 
 
 def _adapts(user: dict[str, Any]) -> bool:
-    """Whether the budget follows the batch size: tree_budget_adapt, or else on CUDA alone.
-
-    The times of a CPU's steps say nothing of the method.
-    """
+    """Whether the budget follows the batch size: tree_budget_adapt."""
     key = "num_speculative_tokens_per_batch_size"
     asked, by_hand = user.get("tree_budget_adapt"), user.get(key)
     if asked and by_hand:
         wanted = f"false, or none, with speculative_config key {key!r}"
         raise UnsupportedError(f"tree_budget_adapt: wanted {wanted}, got {asked!r}")
-    return bool(current_platform.is_cuda() and not by_hand if asked is None else asked)
+    return TreeConfig.adapt if asked is None else asked
 
 
 def _set_scheduler(config: VllmConfig) -> None:

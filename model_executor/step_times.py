@@ -16,6 +16,7 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 PROMPT_TOKENS = 32
 WARM_STEPS = 3
 TIMED_STEPS = 8  # of which the host may run ahead, as with asynchronous scheduling
+STEPS = WARM_STEPS + TIMED_STEPS
 
 
 def batch_sizes(max_num_reqs: int) -> list[int]:
@@ -31,33 +32,33 @@ def measure(
     """Seconds of a step, by batch size, by budget.
 
     Steps are real ones, of requests with random tokens so that all experts are met: draft, verify,
-    sampler, commit. Budgets that one step cannot hold are left out.
+    sampler, commit. Budgets that a step cannot hold, or the context all steps, are left out.
     """
     most = runner.scheduler_config.max_num_batched_tokens
+    longest = runner.max_model_len - runner.vllm_config.num_lookahead_tokens - PROMPT_TOKENS
     found: dict[int, dict[int, float]] = {}
     for size in sizes:
-        fitting = [budget for budget in budgets if size * (1 + budget) <= most]
+        fitting = [
+            budget
+            for budget in budgets
+            if size * (1 + budget) <= most and STEPS * (1 + budget) <= longest
+        ]
         found[size] = {budget: _step_seconds(runner, size, budget) for budget in fitting}
     return {size: times for size, times in found.items() if times}
 
 
 def _step_seconds(runner: GPUModelRunner, size: int, budget: int) -> float:
-    steps = WARM_STEPS + TIMED_STEPS
-    room = runner.max_model_len - runner.vllm_config.num_lookahead_tokens - steps * (1 + budget)
-    prompt_len = min(PROMPT_TOKENS, room)
-    if prompt_len < 1:  # nobody serves trees in so short a context
-        return float("inf") if budget else 0.0
     names = [f"_timed_{i}" for i in range(size)]
-    longest = prompt_len + steps * (1 + budget)
-    for output in _prompts(runner, names, prompt_len, longest, budget):
+    longest = PROMPT_TOKENS + STEPS * (1 + budget)
+    for output in _prompts(runner, names, longest, budget):
         runner.execute_model(output)
         runner.sample_tokens(None)
     begin = 0.0
-    for step in range(steps):
+    for step in range(STEPS):
         if step == WARM_STEPS:
             _wait(runner)
             begin = time.perf_counter()
-        runner.execute_model(_decode(names, prompt_len + step * (1 + budget), budget))
+        runner.execute_model(_decode(names, PROMPT_TOKENS + step * (1 + budget), budget))
         runner.sample_tokens(None)
     _wait(runner)
     seconds = (time.perf_counter() - begin) / TIMED_STEPS
@@ -73,7 +74,7 @@ def _wait(runner: GPUModelRunner) -> None:
 
 
 def _prompts(
-    runner: GPUModelRunner, names: list[str], prompt_len: int, longest: int, budget: int
+    runner: GPUModelRunner, names: list[str], longest: int, budget: int
 ) -> Iterator[SchedulerOutput]:
     """Steps that compute the prompts of all requests, with blocks for `longest` tokens each.
 
@@ -88,13 +89,13 @@ def _prompts(
     next_block = itertools.cycle(range(1, runner.kv_cache_config.num_blocks))  # 0: the null block
     draft_len = config.speculative_config.max_num_new_slots_for_drafting + 1  # type: ignore[union-attr]
     most = config.scheduler_config.max_num_batched_tokens
-    at_once = max(1, most // (prompt_len + draft_len))
+    at_once = max(1, most // (PROMPT_TOKENS + draft_len))
     for first in range(0, len(names), at_once):
         some = names[first : first + at_once]
         output = SchedulerOutput.make_empty()
         output.num_spec_tokens_to_schedule = budget
         for name in some:
-            prompt = [rng.randrange(runner.vocab_size) for _ in range(prompt_len)]
+            prompt = [rng.randrange(runner.vocab_size) for _ in range(PROMPT_TOKENS)]
             output.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=name,
@@ -108,8 +109,8 @@ def _prompts(
                     prefill_token_ids=prompt,
                 )
             )
-        output.num_scheduled_tokens = dict.fromkeys(some, prompt_len)
-        output.total_num_scheduled_tokens = prompt_len * len(some)
+        output.num_scheduled_tokens = dict.fromkeys(some, PROMPT_TOKENS)
+        output.total_num_scheduled_tokens = PROMPT_TOKENS * len(some)
         yield output
 
 

@@ -101,6 +101,8 @@ class BudgetTable:
     def update(self, verified: Sequence[int], accepted: Sequence[int]) -> bool:
         """Take new counts in (NodeRates.add). Returns whether a budget has changed."""
         self.rates.add(verified, accepted)
+        if not self.step_times:  # nothing could be timed
+            return False
         before = list(self.budgets)
         low = 1
         for size, times in self.step_times.items():

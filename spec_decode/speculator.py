@@ -12,10 +12,7 @@ from torch import Tensor, nn
 from vllm.config import VllmConfig
 from vllm.model_executor.models.qwen3_dflash import DFlashQwen3ForCausalLM
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.spec_decode.dflash.speculator import (
-    DFlashSpeculator,
-    prepare_dflash_inputs,
-)
+from vllm.v1.worker.gpu.spec_decode.dflash import speculator as dflash
 
 from kdtree_runner import ops
 from kdtree_runner.config import TreeConfig, check_weights
@@ -68,7 +65,7 @@ def missing_weights(model: nn.Module, names: set[str]) -> list[str]:
     return missing
 
 
-class TreeSpeculator(DFlashSpeculator):
+class TreeSpeculator(dflash.DFlashSpeculator):
     """vLLM's DFlash speculator with a horizon L of its own, whose drafts are the N nodes of a tree.
 
     The scheduler and the request states know N (`num_speculative_tokens` of the engine); only this
@@ -217,7 +214,7 @@ class TreeSpeculator(DFlashSpeculator):
             hidden = self.model.combine_hidden_states(torch.cat(aux_hidden_states, dim=-1))
         self.hidden_states[:num_tokens].copy_(hidden[:num_tokens])
         for i, group in enumerate(self.draft_kv_cache_group_ids):
-            prepare_dflash_inputs(
+            dflash.prepare_dflash_inputs(
                 self.input_buffers,
                 self.block_tables.slot_mappings[group],
                 self.context_positions,

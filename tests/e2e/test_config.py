@@ -90,6 +90,15 @@ def test_the_pair_is_accepted() -> None:
         ({"tree_budget": "16"}, "tree_budget", "'16'"),
         ({"num_speculative_tokens": 8}, "num_speculative_tokens", "8"),
         ({"tree_spine": "yes"}, "tree_spine", "'yes'"),
+        ({"tree_budget_adapt": "yes"}, "tree_budget_adapt", "'yes'"),
+        (
+            {
+                "tree_budget_adapt": True,
+                "num_speculative_tokens_per_batch_size": [[1, 4, 16], [5, 8, 7]],
+            },
+            "tree_budget_adapt",
+            "True",
+        ),
         ({"method": "DDTREE"}, "'method'", "DDTREE"),
         ({"method": "dd_tree"}, "'method'", "dd_tree"),
         ({"method": "dflash"}, "tree_budget", "dflash"),
@@ -97,6 +106,17 @@ def test_the_pair_is_accepted() -> None:
 )
 def test_speculative_config(spec: dict[str, Any], key: str, got: str) -> None:
     check_refusal(lambda: make(spec), key, got)
+
+
+def test_adapting_trees_need_their_scheduler() -> None:
+    spec = {"tree_budget_adapt": True}
+    names = {True: "TreeAsyncScheduler", False: "TreeScheduler"}
+    for async_scheduling, name in names.items():
+        made = make(spec, async_scheduling=async_scheduling)
+        assert made.scheduler_config.scheduler_cls.endswith("." + name)
+    other = "vllm.v1.core.sched.scheduler.Scheduler"
+    check_refusal(lambda: make(spec, scheduler_cls=other), "scheduler_cls", "Scheduler")
+    assert make(scheduler_cls=other).scheduler_config.scheduler_cls == other
 
 
 @pytest.mark.parametrize(

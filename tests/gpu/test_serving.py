@@ -18,7 +18,16 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
 
-from engines import EnginePool, assert_equal, generate, greedy, load_prompts, runner, sampled
+from engines import (
+    EnginePool,
+    assert_equal,
+    generate,
+    greedy,
+    load_prompts,
+    runner,
+    sampled,
+    scheduler,
+)
 
 HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 if HAS_VLLM:  # nowhere else: the other tests' engines start in the same process
@@ -84,6 +93,30 @@ def test_tokens_do_not_depend_on_the_cuts_of_prompts(get: Callable[..., Any], mo
     for _ in range(2):
         assert_equal(generate(llm, asked), want)
     assert llm.reset_prefix_cache()
+
+
+def test_tokens_while_trees_shrink_with_the_batch(get: Callable[..., Any]) -> None:
+    """Every width has its graphs, and every one gives the baseline's tokens."""
+    asked = [
+        sampled(p, seed=i, max_tokens=16 + 10 * i) if i % 2 else greedy(p, 16 + 10 * i)
+        for i, p in enumerate(load_prompts()[:8])
+    ]
+    want = generate(get("plain", True), asked)
+    llm = get("tree", True)
+    table = runner(llm)._budgets.table
+    assert list(table.step_times) == [1, 2, 4, 8]
+    assert all(0 < t < 1 for times in table.step_times.values() for t in times.values())
+    manager = runner(llm).cudagraph_manager
+    for width in (17, 9, 8, 1):
+        for num_reqs in range(1, 9):
+            found = manager.dispatch(num_reqs, num_reqs * width, width, 0)
+            assert found.cg_mode.name == "FULL", (num_reqs, width)
+    saved = scheduler(llm)._table
+    scheduler(llm)._table = [0, 16, 8, 7, 0, 8, 0, 7, 16]
+    try:
+        assert_equal(generate(llm, asked), want)
+    finally:
+        scheduler(llm)._table = saved
 
 
 @pytest.mark.parametrize("graphs", [False, True])
