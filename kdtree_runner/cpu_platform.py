@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
 import torch
@@ -64,6 +68,12 @@ class TreeCpuPlatform(CpuPlatform):
             parallel.distributed_executor_backend = CpuRayExecutor
 
     @classmethod
+    def register_triton_kernel_overrides(cls) -> None:
+        """vLLM's, kept from objects that its scan of all modules trips over."""
+        with _without_odd_modules():
+            super().register_triton_kernel_overrides()
+
+    @classmethod
     def get_attn_backend_cls(
         cls,
         selected_backend: AttentionBackendEnum,
@@ -77,6 +87,31 @@ class TreeCpuPlatform(CpuPlatform):
         if attn_selector_config.use_mla and config is not None and cpu_scope.serves(config):
             return TREE_BACKEND
         return super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads)
+
+
+@contextlib.contextmanager
+def _without_odd_modules() -> Iterator[None]:
+    """Hide modules with an attribute whose __dict__ is no mapping, as in llvmlite under numba.
+
+    vLLM 0.32.0 looks into vars() of every attribute of every module for Triton kernels, and fails
+    with "'_lib_fn_wrapper' object has no attribute 'get'" once the process has imported numba.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of attributes that are deprecated
+        odd = {
+            name: module
+            for name, module in list(sys.modules.items())
+            if any(
+                not isinstance(getattr(value, "__dict__", {}), Mapping)
+                for value in list(getattr(module, "__dict__", {}).values())
+            )
+        }
+    for name in odd:
+        del sys.modules[name]
+    try:
+        yield
+    finally:
+        sys.modules.update(odd)
 
 
 def _turn_compiler_off(vllm_config: VllmConfig) -> None:
