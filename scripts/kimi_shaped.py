@@ -22,13 +22,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from kdtree_runner.config import OWN_KEYS
 from kdtree_runner.sharding import rank_share
 from kdtree_runner.spread_routing import distinct_experts
 
 LAYERS = 61  # of Kimi K2.6, the first without experts
 MIN_LAYERS = 8  # so that the drafter's six target layers are six
-ADAPT = "tree_budget_adapt"
 ALL_REDUCES = 2  # of a layer, after attention and after the experts
 PROMPT_TOKENS = 256
 NUM_PROMPTS = 64
@@ -157,7 +155,7 @@ def make(args: argparse.Namespace) -> None:
     (args.out / "prompts.jsonl").write_text(lines)
     extra = '{"load_format": "dummy", "skip_tokenizer_init": true}'
     # Acceptance means nothing here: a budget that follows it would be no budget.
-    fixed = """--tree-args '{"tree_budget_adapt": false}' """ if ADAPT in OWN_KEYS else ""
+    fixed = """--tree-args '{"tree_budget_adapt": false}' """
     print(
         f"kdtree bench e2e --model {args.out}/target --drafter {args.out}/drafter "
         f"--prompts {args.out}/prompts.jsonl --spread-routing --dtype bfloat16 "

@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from kdtree_runner.cli.demo import default_model
 from kdtree_runner.cli.engine import EngineSettings, Mode
-from kdtree_runner.cli.errors import EngineError, ExitCode, UserError
+from kdtree_runner.cli.errors import EngineError, ExitCode
 from kdtree_runner.cli.options import BUDGETS
 from kdtree_runner.cli.prompts import Prompt
 from kdtree_runner.cli.svg import Drawing
@@ -22,12 +23,16 @@ from kdtree_runner.cli.verify import (
     sampling_settings,
 )
 
+if TYPE_CHECKING:
+    from kdtree_runner.cli.render import EngineProgress
+    from kdtree_runner.cli.supervise import BenchJob
+
 
 def run(args: argparse.Namespace) -> ExitCode:
     """One engine a mode, each with all batch sizes; then a table, and a picture if asked for."""
     from kdtree_runner.cli.bench_e2e_report import Comparison, ModeRun
     from kdtree_runner.cli.render import EngineProgress
-    from kdtree_runner.cli.supervise import BenchJob, run_job
+    from kdtree_runner.cli.supervise import BenchJob
 
     settings, sampling = bench_settings(args), sampling_settings(args)
     batches = tuple(sorted(set(args.batches)))
@@ -39,8 +44,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     total = sum(-(-requests // b) * b for b in batches) * args.repeats * sampling.max_tokens
     started = time.perf_counter()
     with log_directory() as logs, EngineProgress() as progress:
-        for mode in choose_modes(args):
-            job = BenchJob(
+        jobs = [
+            BenchJob(
                 mode,
                 settings,
                 sampling,
@@ -50,14 +55,14 @@ def run(args: argparse.Namespace) -> ExitCode:
                 repeats=args.repeats,
                 requests=requests,
             )
-            try:
-                result = run_job(job, logs, progress.start(mode.label, total), args.timeout)
-                report.runs.append(ModeRun.from_result(mode, result))
-            except UserError:
-                raise
-            except EngineError as error:  # the others are worth having
-                print(error, file=sys.stderr)
-                report.runs.append(ModeRun(mode, problem=str(error).splitlines()[0]))
+            for mode in choose_modes(args)
+        ]
+        for mode, result, problem in run_each(jobs, logs, progress, total, args.timeout):
+            report.runs.append(
+                ModeRun(mode, problem=problem)
+                if result is None
+                else ModeRun.from_result(mode, result)
+            )
             if args.json is not None:
                 args.json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
         print(report.table())
@@ -80,6 +85,25 @@ def choose_modes(args: argparse.Namespace) -> list[Mode]:
         budgets = dict.fromkeys(args.tree_budget or BUDGETS)
         modes += [Mode("tree", budget) for budget in budgets]
     return modes
+
+
+def run_each(
+    jobs: Iterable[BenchJob], logs: Path, progress: EngineProgress, total: int, timeout: float
+) -> Iterator[tuple[Mode, dict[str, Any] | None, str]]:
+    """The jobs one after another: mode, result, and in its place why there is none.
+
+    An engine that fails is told of at once; the others are worth having.
+    """
+    from kdtree_runner.cli.supervise import run_job
+
+    for job in jobs:
+        try:
+            result = run_job(job, logs, progress.start(job.mode.label, total), timeout)
+        except EngineError as error:
+            print(error, file=sys.stderr)
+            yield job.mode, None, str(error).splitlines()[0]
+        else:
+            yield job.mode, result, ""
 
 
 def bench_settings(args: argparse.Namespace) -> EngineSettings:

@@ -6,8 +6,14 @@ import argparse
 import json
 import sys
 
-from kdtree_runner.cli.bench_e2e import bench_prompts, bench_settings, choose_modes, save_plot
-from kdtree_runner.cli.errors import EngineError, ExitCode, UserError
+from kdtree_runner.cli.bench_e2e import (
+    bench_prompts,
+    bench_settings,
+    choose_modes,
+    run_each,
+    save_plot,
+)
+from kdtree_runner.cli.errors import EngineError, ExitCode
 from kdtree_runner.cli.verify import log_directory, sampling_settings
 
 
@@ -15,7 +21,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     """One engine a mode; a profile of every batch size in each."""
     from kdtree_runner.cli.bench_step_report import StepReport
     from kdtree_runner.cli.render import EngineProgress
-    from kdtree_runner.cli.supervise import BenchJob, run_job
+    from kdtree_runner.cli.supervise import BenchJob
 
     args.max_tokens = 2  # the profile itself sets how long requests run
     settings, sampling = bench_settings(args), sampling_settings(args)
@@ -24,8 +30,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     report = StepReport(settings, sampling, ["kdtree", *sys.argv[1:]])
     failed = []
     with log_directory() as logs, EngineProgress() as progress:
-        for mode in choose_modes(args):
-            job = BenchJob(
+        jobs = [
+            BenchJob(
                 mode,
                 settings,
                 sampling,
@@ -34,12 +40,10 @@ def run(args: argparse.Namespace) -> ExitCode:
                 batches=batches,
                 num_steps=args.num_steps,
             )
-            try:
-                result = run_job(job, logs, progress.start(mode.label, 0), args.timeout)
-            except UserError:
-                raise
-            except EngineError as error:  # the others are worth having
-                print(error, file=sys.stderr)
+            for mode in choose_modes(args)
+        ]
+        for mode, result, _ in run_each(jobs, logs, progress, 0, args.timeout):
+            if result is None:
                 failed.append(mode.label)
                 continue
             report.results[mode.label] = result
