@@ -144,12 +144,11 @@ KDTREE_HD int32_t exp_exponent(float x) {
 }
 
 KDTREE_HD ExpTerm exp_term(float x) {
-  const float y = mul(x, kLog2E);
-  const float y_low = fma(x, kLog2ELow, fma(x, kLog2E, -y));
-  const float shifted = y + kRoundMagic;
-  const float p = exp2_fraction((y - (shifted - kRoundMagic)) + y_low);
+  const float shifted = mul(x, kLog2E) + kRoundMagic;
+  const float n = shifted - kRoundMagic;
+  const float p = exp2_fraction(fma(x, kLog2ELow, fma(x, kLog2E, -n)));
   // p * 2^22 is below 2^23: adding 2^23 rounds it and leaves it in the low bits.
-  const float rounded = mul(p, 0x1p+22f) + 0x1p+23f;
+  const float rounded = fma(p, 0x1p+22f, 0x1p+23f);
   return {float_bits(shifted) - float_bits(kRoundMagic),
           float_bits(rounded) - float_bits(0x1p+23f)};
 }

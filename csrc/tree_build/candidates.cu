@@ -77,6 +77,7 @@ struct Shared {
   uint64_t warp_keys[kWarps];
   uint32_t warp_max[kWarps];
   int32_t num_listed;
+  float threshold;
 };
 
 template <class Value>
@@ -84,14 +85,15 @@ __device__ __forceinline__ Value* in_first_cta(Value* shared) {
   return static_cast<Value*>(__cluster_map_shared_rank(shared, 0));
 }
 
-template <class T>
+template <bool kWhole, class T>
 __device__ __forceinline__ float thread_max(const LogitSlice<T>& slice) {
   constexpr int kBatch = 5;  // loads in flight: all that a thread has of 163,840 bfloat16 logits
   float max = from_ordered(kOrderedNegativeInfinity);
   for (int v = slice.begin + threadIdx.x; v < slice.end; v += kBatch * kThreads) {
     LogitVector<T> batch[kBatch];
 #pragma unroll
-    for (int i = 0; i < kBatch; ++i) batch[i] = slice.load(min(v + i * kThreads, slice.end - 1));
+    for (int i = 0; i < kBatch; ++i)
+      batch[i] = slice.template load<kWhole>(min(v + i * kThreads, slice.end - 1));
 #pragma unroll
     for (int i = 0; i < kBatch; ++i) {
       if (v + i * kThreads < slice.end) max = fmaxf(max, batch[i].max());
@@ -123,64 +125,71 @@ __device__ __forceinline__ float find_threshold(uint32_t order, uint32_t max_ord
 // Which groups a CTA's terms count in.
 struct Groups {
   int32_t group;
-  int32_t low_start;  // smallest exponent of the low group
-  bool has_top;       // are there terms for TermSums::top?
-  bool plain;         // no logit needs clamping, and what is -inf or NaN is far below the low group
+  int32_t low_start;   // smallest exponent of the low group
+  float bottom_below;  // TermSums::bottom has no terms of logits from here on,
+  float top_above;     // and TermSums::top none of logits up to here
+  bool plain;          // no logit needs clamping; what is -inf or NaN is far below the low group
 
   __device__ explicit Groups(float max) {
-    const int32_t exponent = exact::exp_exponent(exact::clamp_logit(max));
-    group = exact::exp_group(exponent);
+    group = exact::exp_group(exact::exp_exponent(exact::clamp_logit(max)));
     low_start = (group - 1) * exact::kGroupBits;
-    has_top = exponent - low_start >= TermSums::kTopStart;
+    // An exponent is within 0.6 of the logit's quotient by ln 2: a whole one to spare.
+    constexpr float kLn2 = 0.693147181f;
+    bottom_below = static_cast<float>(low_start + TermSums::kLowStart + 2) * kLn2;
+    top_above = static_cast<float>(low_start + TermSums::kTopStart - 2) * kLn2;
     plain = max > -0.5f * exact::kMaxLogit && max <= exact::kMaxLogit;
   }
 };
 
-template <bool kPlain, class T>
-__device__ __forceinline__ void add_terms(const LogitVector<T>& vector, const Groups& groups,
-                                          TermSums& sums) {
-#pragma unroll
-  for (int i = 0; i < LogitVector<T>::kSize; ++i) {
-    const float x = vector[i];
-    exact::ExpTerm term = exact::exp_term(kPlain ? x : exact::clamp_logit(x));
-    // Without the clamp, what is below -2^20 comes out with an exponent that no sum takes in.
-    if (!kPlain && !(x >= from_ordered(kOrderedNegativeInfinity + 1))) {
-      term.exponent = groups.low_start - 1;
-    }
-    sums.add(term, groups.low_start);
-  }
-}
-
-// The terms of one vector for TermSums::top.
+// Of columns begin .. end, the terms for TermSums::bottom (x) and TermSums::top (y). Read again: to
+// keep them from the main loop costs its registers.
 template <class T>
-__device__ __noinline__ uint64_t top_terms(const T* row, int32_t begin, int32_t end,
-                                           int32_t low_start) {
+__device__ __noinline__ ulonglong2 outer_terms(const T* row, int32_t begin, int32_t end,
+                                               int32_t low_start) {
   TermSums sums;
 #pragma unroll 1
   for (int32_t column = begin; column < end; ++column) {
-    sums.add_top(exact::exp_term(exact::clamp_logit(to_float(row[column]))), low_start);
+    const float x = to_float(row[column]);
+    if (!(x >= from_ordered(kOrderedNegativeInfinity + 1))) continue;
+    const exact::ExpTerm term = exact::exp_term(exact::clamp_logit(x));
+    sums.add_bottom(term, low_start);
+    sums.add_top(term, low_start);
   }
-  return sums.top;
+  return {sums.bottom, sums.top};
 }
 
 // Adds up the thread's part of the log-sum-exp and lists what reaches the threshold.
-template <bool kPlain, class T>
+template <bool kPlain, bool kWhole, class T>
 __device__ __forceinline__ TermSums sum_and_list(const LogitSlice<T>& slice, const Groups& groups,
-                                                 float threshold, Shared& shared) {
+                                                 Shared& shared) {
   TermSums sums;
+  // Read anew for each vector: three CTAs an SM leave 40 registers a thread.
+  const volatile float& threshold = shared.threshold;
   for (int v = slice.begin + threadIdx.x; v < slice.end; v += kThreads) {
-    const LogitVector<T> vector = slice.load(v);
-    add_terms<kPlain>(vector, groups, sums);
-    const float max = vector.max();
-    if (groups.has_top &&
-        exact::exp_exponent(exact::clamp_logit(max)) - groups.low_start >= TermSums::kTopStart) {
-      sums.top +=
-          top_terms(slice.row, slice.first_column(v), slice.end_column(v), groups.low_start);
-    }
-    if (!(max >= threshold)) continue;
+    const LogitVector<T> vector = slice.template load<kWhole>(v);
 #pragma unroll
-    for (int i = 0; i < LogitVector<T>::kSize; ++i) {
-      if (!(vector[i] >= threshold)) continue;
+    for (int i = 0; i < slice.kSize; ++i) {
+      const float x = vector[i];
+      exact::ExpTerm term = exact::exp_term(kPlain ? x : exact::clamp_logit(x));
+      // -inf and NaN count nowhere. A plain row's come out far below the low group by themselves,
+      // as do its logits below -2^20 without the clamp.
+      if (!kPlain && !(x >= from_ordered(kOrderedNegativeInfinity + 1))) {
+        term.exponent = groups.low_start - 1;
+      }
+      sums.add(term, groups.low_start);
+    }
+    const float max = vector.max();
+    if (max >= groups.top_above || !(vector.min() >= groups.bottom_below)) {
+      const ulonglong2 outer =
+          outer_terms(slice.row, slice.first_column(v), slice.end_column(v), groups.low_start);
+      sums.bottom += outer.x;
+      sums.top += outer.y;
+    }
+    const float least = threshold;
+    if (!(max >= least)) continue;
+#pragma unroll
+    for (int i = 0; i < slice.kSize; ++i) {
+      if (!(vector[i] >= least)) continue;
       const int place = atomicAdd(&shared.num_listed, 1);
       if (place < kMaxListed) shared.list[place] = make_key(vector[i], slice.column(v) + i);
     }
@@ -277,8 +286,17 @@ __device__ void merge(const Args& a, const Shared& shared, int64_t row) {
   }
 }
 
+// Three keep the arithmetic units busier than two. sm_120 waits for its memory more, and
+// its code does not fit 40 registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 1200
+constexpr int kCtasPerSm = 2;
+#else
+constexpr int kCtasPerSm = 3;
+#endif
+
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2) candidates_kernel(const __grid_constant__ Args a) {
+__global__ void __launch_bounds__(kThreads, kCtasPerSm)
+    candidates_kernel(const __grid_constant__ Args a) {
   __shared__ Shared shared;
   __cluster_barrier_arrive_relaxed();  // this CTA runs: its shared memory may be written to
   if (threadIdx.x < TermSums::kPieces) shared.sums[threadIdx.x] = 0;
@@ -289,16 +307,20 @@ __global__ void __launch_bounds__(kThreads, 2) candidates_kernel(const __grid_co
   const int part = static_cast<int>(blockIdx.x % a.num_slices);
   const LogitSlice<T> slice(a.logits, row * a.row_stride, a.vocab_size, part, a.num_slices);
 
-  const uint32_t order = ordered(thread_max(slice));
+  const bool whole = slice.is_whole();
+  const uint32_t order = ordered(whole ? thread_max<true>(slice) : thread_max<false>(slice));
   const uint32_t warp_max = __reduce_max_sync(~0u, order);
   if (threadIdx.x % 32 == 0) shared.warp_max[threadIdx.x / 32] = warp_max;
   __syncthreads();
   const uint32_t max_order = __reduce_max_sync(~0u, shared.warp_max[threadIdx.x % kWarps]);
   const float threshold = find_threshold(order, max_order, a.topk);
+  if (threadIdx.x == 0) shared.threshold = threshold;
+  __syncthreads();
   const Groups groups(from_ordered(max_order));
   if (max_order > kOrderedNegativeInfinity) {
-    const TermSums sums = groups.plain ? sum_and_list<true>(slice, groups, threshold, shared)
-                                       : sum_and_list<false>(slice, groups, threshold, shared);
+    // The usual case, and one that takes in all.
+    const TermSums sums = whole && groups.plain ? sum_and_list<true, true>(slice, groups, shared)
+                                                : sum_and_list<false, false>(slice, groups, shared);
     sums.add_to(shared.sums);
   }
   __syncthreads();

@@ -25,15 +25,28 @@ struct LogitVector {
     }
   }
 
-  // The largest, NaN left out; NaN when all are.
+  // The largest and the smallest, NaN left out; NaN when all are.
   __device__ float max() const {
     if constexpr (sizeof(T) == 4) {
       return fmaxf(fmaxf((*this)[0], (*this)[1]), fmaxf((*this)[2], (*this)[3]));
     } else {
-      const auto pair = [&](int i) { return *reinterpret_cast<const __nv_bfloat162*>(words + i); };
       const __nv_bfloat162 both = __hmax2(__hmax2(pair(0), pair(1)), __hmax2(pair(2), pair(3)));
       return fmaxf(__low2float(both), __high2float(both));
     }
+  }
+
+  __device__ float min() const {
+    if constexpr (sizeof(T) == 4) {
+      return fminf(fminf((*this)[0], (*this)[1]), fminf((*this)[2], (*this)[3]));
+    } else {
+      const __nv_bfloat162 both = __hmin2(__hmin2(pair(0), pair(1)), __hmin2(pair(2), pair(3)));
+      return fminf(__low2float(both), __high2float(both));
+    }
+  }
+
+ private:
+  __device__ __nv_bfloat162 pair(int i) const {
+    return *reinterpret_cast<const __nv_bfloat162*>(words + i);
   }
 };
 
@@ -66,10 +79,15 @@ struct LogitSlice {
     return ::min(column(vector) + kSize, vocab_size);
   }
 
-  __device__ LogitVector<T> load(int32_t vector) const {
+  // Whether no vector sticks out.
+  __device__ bool is_whole() const { return head == 0 && vocab_size % kSize == 0; }
+
+  // kWhole: is_whole() is true.
+  template <bool kWhole>
+  __device__ __forceinline__ LogitVector<T> load(int32_t vector) const {
     const int32_t first = column(vector);
     LogitVector<T> loaded;
-    if (first >= 0 && first + kSize <= vocab_size) {
+    if (kWhole || (first >= 0 && first + kSize <= vocab_size)) {
       const uint4 words = *reinterpret_cast<const uint4*>(row + first);
       loaded.words[0] = words.x;
       loaded.words[1] = words.y;

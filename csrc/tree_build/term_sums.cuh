@@ -7,10 +7,10 @@
 
 namespace kdtree::cuda {
 
-// 1 << n; 0 when n is negative or above 31.
-__device__ __forceinline__ uint32_t bit_or_zero(int32_t n) {
-  uint32_t bit;
-  asm("shl.b32 %0, 1, %1;" : "=r"(bit) : "r"(n));  // shl.b32 clamps the amount
+// 1 << n; 0 when n is negative or above 63.
+__device__ __forceinline__ uint64_t bit_or_zero(int32_t n) {
+  uint64_t bit;
+  asm("shl.b64 %0, 1, %1;" : "=l"(bit) : "r"(n));  // shl.b64 clamps the amount
   return bit;
 }
 
@@ -20,23 +20,29 @@ __device__ __forceinline__ uint32_t bit_or_zero(int32_t n) {
 struct TermSums {
   static constexpr int kMaxTerms = 1 << 9;
   static constexpr int kLowStart = 8, kHighStart = exact::kGroupBits, kTopStart = 72;
-  uint64_t bottom = 0;  // [0, 8)
+  static_assert(kHighStart - kLowStart == 32 && kTopStart - kHighStart == 32);
+  uint64_t bottom = 0;  // [0, 8): far below the largest logit, added apart
   uint64_t low = 0;     // [8, 40)
   uint64_t high = 0;    // [40, 72)
   uint64_t top = 0;     // [72, 80): rare, added apart
 
   __device__ __forceinline__ void add(const exact::ExpTerm& term, int32_t low_start) {
+    const uint64_t bit = bit_or_zero(term.exponent - low_start - kLowStart);
+    const uint64_t mantissa = static_cast<uint32_t>(term.mantissa);
+    low += mantissa * static_cast<uint32_t>(bit);
+    high += mantissa * static_cast<uint32_t>(bit >> 32);
+  }
+
+  __device__ __forceinline__ void add_bottom(const exact::ExpTerm& term, int32_t low_start) {
     const int32_t above = term.exponent - low_start;
     const uint64_t mantissa = static_cast<uint32_t>(term.mantissa);
-    bottom += mantissa * (bit_or_zero(above) & 0xffu);
-    low += mantissa * bit_or_zero(above - kLowStart);
-    high += mantissa * bit_or_zero(above - kHighStart);
+    bottom += mantissa * (static_cast<uint32_t>(bit_or_zero(above)) & 0xffu);
   }
 
   __device__ __forceinline__ void add_top(const exact::ExpTerm& term, int32_t low_start) {
     const int32_t above = term.exponent - low_start;
-    top += static_cast<uint64_t>(static_cast<uint32_t>(term.mantissa)) *
-           bit_or_zero(above - kTopStart);
+    const uint64_t mantissa = static_cast<uint32_t>(term.mantissa);
+    top += mantissa * static_cast<uint32_t>(bit_or_zero(above - kTopStart));
   }
 
   // Sums of a CTA, [kPieces] in shared memory, each sum in three pieces of kPieceBits: a warp's

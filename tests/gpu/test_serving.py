@@ -46,7 +46,12 @@ GRAPHS = {
     "mode": 0,
     "cudagraph_mode": "FULL_DECODE_ONLY",
 }
-SETTINGS: dict[str, Any] = {"dtype": "bfloat16", "kv_cache_memory_bytes": 1 << 30}
+# A share of the card: others may use it too.
+SETTINGS: dict[str, Any] = {
+    "dtype": "bfloat16",
+    "kv_cache_memory_bytes": 1 << 30,
+    "gpu_memory_utilization": 0.1,
+}
 
 
 @pytest.fixture(scope="module")
