@@ -230,8 +230,10 @@ cudaError_t attend(const kdtree_verify_attn_params& p, const Args& sizes, const 
                                              : launch_attend<Bf16Cache>(device, p.stream, args);
     const int64_t rows = static_cast<int64_t>(args.end_token - args.first_token) * p.num_heads;
     if (error == cudaSuccess) {
-      error = launch(combine_kernel, rows * (kValueDim / kCombineColumns), 32 * kCombineWarps, 0,
-                     p.stream, args);
+      const auto combine =
+          rows > kFewRows ? combine_kernel<kFewInFlight> : combine_kernel<kManyInFlight>;
+      error = launch(combine, rows * (kValueDim / kCombineColumns), 32 * kCombineWarps, 0, p.stream,
+                     args);
     }
   }
   return error;

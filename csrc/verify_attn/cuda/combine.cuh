@@ -11,6 +11,11 @@ constexpr int kCombineWarps =
     8;  // warp w adds splits w, w + 8, ...; then ((0+1)+(2+3))+((4+5)+(6+7))
 constexpr int kCombineColumns = 256;  // of a CTA: 8 a lane
 constexpr int kWarpSplits = (kMaxSplits + kCombineWarps - 1) / kCombineWarps;
+constexpr int kLaneSplits = (kMaxSplits + 31) / 32;  // whose weights a lane makes
+// Partial results a lane has in flight. All of them where there are few rows: one latency. A few
+// where there are many: then it is the number of CTAs on an SM that counts.
+constexpr int kManyInFlight = kWarpSplits, kFewInFlight = 4;
+constexpr int64_t kFewRows = 256;
 
 __device__ __forceinline__ float sum_of_eight(const float* x, int stride) {
   return ((x[0] + x[stride]) + (x[2 * stride] + x[3 * stride])) +
@@ -29,7 +34,8 @@ __device__ __forceinline__ int find_request(const Args& a, int token, int lane) 
   return -1;
 }
 
-// Grid: (512 / kCombineColumns, rows of this launch).
+// Grid: (512 / kCombineColumns) * rows of this launch.
+template <int kInFlight>
 __global__ void __launch_bounds__(32 * kCombineWarps)
     combine_kernel(const __grid_constant__ Args a) {
   __shared__ float sums[kCombineWarps][kCombineColumns];
@@ -46,36 +52,58 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
   const int size = split_size(length), num_splits = min((length + size - 1) / size, a.num_slots);
 
   const float2* const partial_sum = a.partial_sum + static_cast<int64_t>(row) * a.num_slots;
-  const __nv_bfloat16* const partial_out =
-      a.partial_out + static_cast<int64_t>(row) * a.num_slots * kValueDim + column + lane * 8;
+  const uint4* const partial_out = reinterpret_cast<const uint4*>(
+      a.partial_out + static_cast<int64_t>(row) * a.num_slots * kValueDim + column + lane * 8);
   ptx::wait_for_previous_grid();
 
-  float max = -INFINITY, weight_sum = 0.f, out[8];
+  uint4 part[kInFlight];
+  const auto load = [&](int first) {
 #pragma unroll
-  for (int e = 0; e < 8; e++) out[e] = 0.f;
-  uint4 part[kWarpSplits];  // all at once: one latency
-  float2 sum[kWarpSplits];
+    for (int j = 0; j < kInFlight; j++) {
+      const int split = (first + j) * kCombineWarps + warp;
+      if (split < num_splits) part[j] = __ldcg(partial_out + split * (kValueDim / 8));
+    }
+  };
+  load(0);
+  // Each warp makes the weights of all splits, a split a lane.
+  float weight[kLaneSplits], max = -INFINITY;
+  float2 sum[kLaneSplits];
 #pragma unroll
-  for (int j = 0; j < kWarpSplits; j++) {
-    const int split = j * kCombineWarps + warp;
-    if (split >= num_splits) continue;
-    sum[j] = __ldcg(partial_sum + split);
-    part[j] = __ldcg(
-        reinterpret_cast<const uint4*>(partial_out + static_cast<int64_t>(split) * kValueDim));
+  for (int i = 0; i < kLaneSplits; i++) {
+    const int split = i * 32 + lane;
+    sum[i] = split < num_splits ? __ldcg(partial_sum + split) : make_float2(-INFINITY, 0.f);
+    max = fmaxf(max, sum[i].x);
   }
-  for (int s = lane; s < num_splits; s += 32) max = fmaxf(max, __ldcg(&partial_sum[s].x));
 #pragma unroll
   for (int d = 16; d > 0; d /= 2) max = fmaxf(max, __shfl_xor_sync(~0u, max, d));
 #pragma unroll
-  for (int j = 0; j < kWarpSplits; j++) {
-    if (j * kCombineWarps + warp >= num_splits) continue;
-    const float weight = __fmul_rn(ptx::exp2(sum[j].x - max), sum[j].y);
-    weight_sum = __fadd_rn(weight_sum, weight);
-    const uint32_t pairs[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
+  for (int i = 0; i < kLaneSplits; i++) {
+    weight[i] = __fmul_rn(ptx::exp2(sum[i].x - max), sum[i].y);
+  }
+
+  float weight_sum = 0.f, out[8];
 #pragma unroll
-    for (int e = 0; e < 8; e++) {
-      const uint32_t bits = e & 1 ? pairs[e / 2] & 0xffff0000u : pairs[e / 2] << 16;
-      out[e] = __fmaf_rn(weight, __uint_as_float(bits), out[e]);
+  for (int e = 0; e < 8; e++) out[e] = 0.f;
+#pragma unroll
+  for (int first = 0; first < kWarpSplits; first += kInFlight) {
+    if (first > 0) {
+      if (first * kCombineWarps >= num_splits) break;
+      load(first);
+    }
+#pragma unroll
+    for (int j = 0; j < kInFlight; j++) {
+      const int index = first + j;  // of this warp's splits
+      if (index >= kWarpSplits) continue;
+      const float w =
+          __shfl_sync(~0u, weight[index / 4], index % 4 * kCombineWarps + warp);
+      if (index * kCombineWarps + warp >= num_splits) continue;
+      weight_sum = __fadd_rn(weight_sum, w);
+      const uint32_t pairs[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
+#pragma unroll
+      for (int e = 0; e < 8; e++) {
+        const uint32_t bits = e & 1 ? pairs[e / 2] & 0xffff0000u : pairs[e / 2] << 16;
+        out[e] = __fmaf_rn(w, __uint_as_float(bits), out[e]);
+      }
     }
   }
   float4* const mine = reinterpret_cast<float4*>(&sums[warp][lane * 8]);

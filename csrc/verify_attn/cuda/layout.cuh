@@ -76,7 +76,7 @@ struct Layout {
   }
   // A tile is brought by this many value warps, by turns. Few of them where there are stages to
   // run ahead: to issue the copies takes a warp as long as half a tile's sums.
-  static constexpr int kFetchWarps = kStages > 2 ? 2 : kValueWarps;
+  static constexpr int kFetchWarps = kStages > 2 ? 4 : kValueWarps;
 
   // This value warp's.
   __device__ static volatile Feed& feed() {
