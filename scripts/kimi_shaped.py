@@ -154,13 +154,11 @@ def make(args: argparse.Namespace) -> None:
     lines = "".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in prompts)
     (args.out / "prompts.jsonl").write_text(lines)
     extra = '{"load_format": "dummy", "skip_tokenizer_init": true}'
-    # Acceptance means nothing here: a budget that follows it would be no budget.
-    fixed = """--tree-args '{"tree_budget_adapt": false}' """
     print(
         f"kdtree bench e2e --model {args.out}/target --drafter {args.out}/drafter "
         f"--prompts {args.out}/prompts.jsonl --spread-routing --dtype bfloat16 "
         f"--max-model-len 4096 --max-tokens 48 --num-prompts 1 --repeats 3 "
-        f"--engine-args '{extra}' {fixed}--json {args.out}/e2e.json"
+        f"--engine-args '{extra}' --json {args.out}/e2e.json"
     )
 
 

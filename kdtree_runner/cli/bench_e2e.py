@@ -6,13 +6,13 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kdtree_runner.cli.demo import default_model
 from kdtree_runner.cli.engine import EngineSettings, Mode
-from kdtree_runner.cli.errors import EngineError, ExitCode
+from kdtree_runner.cli.errors import EngineError, ExitCode, wanted
 from kdtree_runner.cli.options import BUDGETS
 from kdtree_runner.cli.prompts import Prompt
 from kdtree_runner.cli.svg import Drawing
@@ -22,10 +22,14 @@ from kdtree_runner.cli.verify import (
     log_directory,
     sampling_settings,
 )
+from kdtree_runner.platform import is_cpu_build
 
 if TYPE_CHECKING:
     from kdtree_runner.cli.render import EngineProgress
     from kdtree_runner.cli.supervise import BenchJob
+
+ADAPT = "tree_budget_adapt"  # is the mode's
+SHARED_MEMORY = 0.9  # of a GPU, for all engines that live side by side
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -54,10 +58,11 @@ def run(args: argparse.Namespace) -> ExitCode:
                 batches=batches,
                 repeats=args.repeats,
                 requests=requests,
+                turns=args.side_by_side,
             )
             for mode in choose_modes(args)
         ]
-        for mode, result, problem in run_each(jobs, logs, progress, total, args.timeout):
+        for mode, result, problem in run_each(args, jobs, logs, progress, total):
             report.runs.append(
                 ModeRun(mode, problem=problem)
                 if result is None
@@ -81,24 +86,34 @@ def choose_modes(args: argparse.Namespace) -> list[Mode]:
         modes.append(Mode("plain", backend=args.plain_backend))
     if "chain" in args.modes:
         modes.append(Mode("chain", backend=args.chain_backend))
+    budgets = list(dict.fromkeys(args.tree_budget or BUDGETS))
     if "tree" in args.modes:
-        budgets = dict.fromkeys(args.tree_budget or BUDGETS)
-        modes += [Mode("tree", budget) for budget in budgets]
+        modes += [Mode("tree", budget, adapt=False) for budget in budgets]
+    if "adaptive" in args.modes:
+        modes.append(Mode("tree", max(budgets), adapt=True))
     return modes
 
 
 def run_each(
-    jobs: Iterable[BenchJob], logs: Path, progress: EngineProgress, total: int, timeout: float
+    args: argparse.Namespace,
+    jobs: Sequence[BenchJob],
+    logs: Path,
+    progress: EngineProgress,
+    total: int,
 ) -> Iterator[tuple[Mode, dict[str, Any] | None, str]]:
-    """The jobs one after another: mode, result, and in its place why there is none.
+    """The jobs one after another, or side by side: mode, result, or why there is none.
 
     An engine that fails is told of at once; the others are worth having.
     """
     from kdtree_runner.cli.supervise import run_job
+    from kdtree_runner.cli.turns import run_side_by_side
 
+    if args.side_by_side:
+        yield from run_side_by_side(jobs, logs, progress, total, args.timeout)
+        return
     for job in jobs:
         try:
-            result = run_job(job, logs, progress.start(job.mode.label, total), timeout)
+            result = run_job(job, logs, progress.start(job.mode.label, total), args.timeout)
         except EngineError as error:
             print(error, file=sys.stderr)
             yield job.mode, None, str(error).splitlines()[0]
@@ -111,6 +126,17 @@ def bench_settings(args: argparse.Namespace) -> EngineSettings:
     args.model = args.model or default_model("--model", "target")
     args.drafter = args.drafter or default_model("--drafter", "drafter")
     args.batch_size = max(args.batches)
+    if ADAPT in args.tree_args:
+        raise wanted(
+            "--tree-args", f"--modes tree or adaptive in the place of {ADAPT}", args.tree_args
+        )
+    if args.side_by_side and not is_cpu_build():
+        if args.kv_cache_gib is None:
+            raise wanted(
+                "--side-by-side", "--kv-cache-gib too, so that no engine takes all memory", "none"
+            )
+        if args.gpu_memory_utilization is None:
+            args.gpu_memory_utilization = SHARED_MEMORY / len(choose_modes(args))
     return engine_settings(args)
 
 

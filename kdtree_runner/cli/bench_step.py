@@ -39,10 +39,11 @@ def run(args: argparse.Namespace) -> ExitCode:
                 task="profile",
                 batches=batches,
                 num_steps=args.num_steps,
+                turns=args.side_by_side,
             )
             for mode in choose_modes(args)
         ]
-        for mode, result, _ in run_each(jobs, logs, progress, 0, args.timeout):
+        for mode, result, _ in run_each(args, jobs, logs, progress, 0):
             if result is None:
                 failed.append(mode.label)
                 continue

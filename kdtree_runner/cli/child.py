@@ -15,6 +15,8 @@ import sys
 import threading
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +28,40 @@ WARMUP_PROMPT = 8  # prompt tokens of the warm-up: less than a page, so the pref
 
 
 class Channel:
-    """Events to the parent."""
+    """Events to the parent, and turns from it.
 
-    def __init__(self, fd: int) -> None:
+    takes_turns: a byte on our standard input lets us make one measurement.
+    """
+
+    def __init__(self, fd: int, takes_turns: bool) -> None:
         os.set_inheritable(fd, False)  # engine workers must not keep the pipe open
         self._file = os.fdopen(fd, "w", encoding="utf-8")
+        self._takes_turns = takes_turns
+        self._turns = threading.Semaphore(0)
+        threading.Thread(target=self._listen, daemon=True).start()
+
+    def _listen(self) -> None:
+        while given := os.read(0, 1 << 10):
+            self._turns.release(len(given))
+        os.killpg(0, signal.SIGKILL)  # our input ends with the parent: no engine outlives it
 
     def send(self, event: str, **fields: Any) -> None:
         self._file.write(json.dumps({"event": event, **fields}) + "\n")
         self._file.flush()
 
+    @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Around one measurement."""
+        if self._takes_turns:
+            self._turns.acquire()
+        yield
+        self.send("measured")
+
 
 def main(argv: list[str]) -> int:
     """Run the job, whatever comes of it: a result or an error is the last event."""
     job = json.loads(Path(argv[1]).read_text(encoding="utf-8"))
-    channel = Channel(int(argv[2]))
-    _end_with_parent()
+    channel = Channel(int(argv[2]), job.get("turns", False))
     try:
         run_job(job, channel)
     except Exception as error:  # whatever it is, the parent has to hear of it
@@ -50,16 +70,6 @@ def main(argv: list[str]) -> int:
         channel.send("error", kind=kind, message=_message(error))
         return 1
     return 0
-
-
-def _end_with_parent() -> None:
-    """Let no engine outlive the command: our standard input ends when the parent does."""
-
-    def wait() -> None:
-        os.read(0, 1)
-        os.killpg(0, signal.SIGKILL)
-
-    threading.Thread(target=wait, daemon=True).start()
 
 
 def _message(error: Exception) -> str:

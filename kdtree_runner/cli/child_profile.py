@@ -29,10 +29,11 @@ def profile(
     llm.collective_rpc(mark_steps)
     batches = []
     for batch in job["batches"]:
-        group = [prompts[i % len(prompts)] for i in range(batch)]
-        short = job["sampling"] | {"max_tokens": WARMUP_TOKENS}
-        run_wave(llm, group, short, f"warm-{batch}")
-        batches.append({"batch": batch, **_steps(llm, group, job)})
+        with channel.turn():
+            group = [prompts[i % len(prompts)] for i in range(batch)]
+            short = job["sampling"] | {"max_tokens": WARMUP_TOKENS}
+            run_wave(llm, group, short, f"warm-{batch}")
+            batches.append({"batch": batch, **_steps(llm, group, job)})
         channel.send("progress", tokens=0)
     return {
         "batches": batches,

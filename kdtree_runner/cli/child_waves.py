@@ -91,25 +91,31 @@ def measure(
     started, num_tokens = time.perf_counter(), 0
     cells = []
     for batch in job["batches"]:
-        short = job["sampling"] | {"max_tokens": WARMUP_TOKENS}
-        run_wave(llm, [prompts[i % len(prompts)] for i in range(batch)], short, f"warm-{batch}")
         for repeat in range(job["repeats"]):
-            before = acceptance(llm)
-            waves = []
-            for first in range(0, job["requests"], batch):
-                indices = [repeat * job["requests"] + first + i for i in range(batch)]
-                group = [prompts[i % len(prompts)] for i in indices]
-                waves.append(run_wave(llm, group, job["sampling"], f"{batch}-{repeat}-{first}"))
-                num_tokens += sum(map(len, waves[-1].tokens))
-                channel.send("progress", tokens=num_tokens)
-            stats = (acceptance(llm) - before).to_dict()
-            cells.append(_cell(batch, repeat, waves) | {"acceptance": stats})
+            with channel.turn():
+                if repeat == 0:
+                    _warm_up(llm, prompts, job, batch)
+                before = acceptance(llm)
+                waves = []
+                for first in range(0, job["requests"], batch):
+                    indices = [repeat * job["requests"] + first + i for i in range(batch)]
+                    group = [prompts[i % len(prompts)] for i in indices]
+                    waves.append(run_wave(llm, group, job["sampling"], f"{batch}-{repeat}-{first}"))
+                    num_tokens += sum(map(len, waves[-1].tokens))
+                    channel.send("progress", tokens=num_tokens)
+                stats = (acceptance(llm) - before).to_dict()
+                cells.append(_cell(batch, repeat, waves) | {"acceptance": stats})
     return {
         "cells": cells,
         "num_tokens": num_tokens,
         "seconds": time.perf_counter() - started,
         "graphs": llm.collective_rpc(captured_graphs)[0],
     }
+
+
+def _warm_up(llm: Any, prompts: list[list[int]], job: dict[str, Any], batch: int) -> None:
+    short = job["sampling"] | {"max_tokens": WARMUP_TOKENS}
+    run_wave(llm, [prompts[i % len(prompts)] for i in range(batch)], short, f"warm-{batch}")
 
 
 def _cell(batch: int, repeat: int, waves: list[Wave]) -> dict[str, Any]:

@@ -23,18 +23,22 @@ class Mode:
     """How one engine decodes: without speculation, vLLM's DFlash chain, or a tree of N nodes.
 
     backend: of the target's attention on a GPU; None leaves it to vLLM.
+    adapt: whether a tree's budget follows the batch; None: as DDTree does by itself.
     """
 
     kind: Kind
     budget: int | None = None  # N, of a tree
     is_control: bool = False  # the baseline once more, at another batch size
     backend: str | None = ATTENTION_BACKEND
+    adapt: bool | None = None
 
     @property
     def label(self) -> str:
         if self.is_control:
             return "control"
-        return f"tree {self.budget}" if self.kind == "tree" else self.kind
+        if self.kind != "tree":
+            return self.kind
+        return f"adaptive {self.budget}" if self.adapt else f"tree {self.budget}"
 
 
 @dataclass(frozen=True)
@@ -150,7 +154,8 @@ def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] |
     if settings.horizon is not None:
         speculation["num_speculative_tokens"] = settings.horizon
     if mode.kind == "tree":
-        speculation |= {"tree_budget": mode.budget, **settings.tree}
+        adapt = {} if mode.adapt is None else {"tree_budget_adapt": mode.adapt}
+        speculation |= {**settings.tree, "tree_budget": mode.budget, **adapt}
     return speculation
 
 

@@ -14,7 +14,7 @@ from kdtree_runner.cli.engine import CPU_KV_CACHE_GIB
 from kdtree_runner.config import ATTENTION_BACKEND, DEFAULT_BUDGET, MAX_HORIZON, MAX_NODES
 
 DEFAULT_PROMPTS = 32
-MODES = ("plain", "chain", "tree")
+MODES = ("plain", "chain", "tree", "adaptive")  # of a benchmark; by default all but the last
 BATCHES = (1, 2, 4, 8, 16, 32)
 BUDGETS = (8, 16, 32)  # of a benchmark
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -362,9 +362,16 @@ def _add_bench_engines(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--modes",
         type=some_of(MODES),
-        default=MODES,
+        default=MODES[:-1],
         metavar="MODE[,MODE...]",
-        help=f"default: {','.join(MODES)}",
+        help=f"of {','.join(MODES)}; adaptive: the largest tree, cut as the batch grows "
+        f"(default: {','.join(MODES[:-1])})",
+    )
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="all engines live at once and measure by turns, so that a machine's slow minutes hit "
+        "all; on a GPU with --kv-cache-gib",
     )
     parser.add_argument(
         "--plain-backend",

@@ -13,7 +13,8 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
 
 from kdtree_runner.cli.engine import (
     NUM_LOGPROBS,
@@ -31,6 +32,9 @@ LOG_TAIL = 20  # lines of the log shown on failure
 POLL_SECONDS = 0.2
 SHUTDOWN_SECONDS = 60.0  # workers of a big engine take a while to go
 CHILD = (sys.executable, "-m", "kdtree_runner.cli.child")
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 Event = dict[str, Any]
 
@@ -74,6 +78,7 @@ class BenchJob(Job):
     task: "waves", timed groups of requests, or "profile", whose steps are taken apart.
     batches: requests decoded together, one measurement each. repeats: of every measurement, each
     on the next prompts. requests: of a repeat, in whole batches. num_steps: that a profile holds.
+    turns: wait for a turn before each measurement, and tell when it is over.
     """
 
     task: str = "waves"
@@ -81,10 +86,101 @@ class BenchJob(Job):
     repeats: int = 1
     requests: int = 1
     num_steps: int = 0
+    turns: bool = False
+
+    @property
+    def num_turns(self) -> int:
+        """Measurements that the job consists of."""
+        return len(self.batches) * (self.repeats if self.task == "waves" else 1)
 
     def to_dict(self) -> dict[str, Any]:
-        own = ("task", "batches", "repeats", "requests", "num_steps")
+        own = ("task", "batches", "repeats", "requests", "num_steps", "turns")
         return super().to_dict() | {name: getattr(self, name) for name in own}
+
+
+class EngineProcess:
+    """The process of one job, from its start to its last event. At the end of the context it and
+    every worker that it left are gone.
+
+    log_dir: where the job and the child's output go. silence_seconds: how long the child may say
+    nothing, while it is listened to, before it counts as hung.
+    """
+
+    def __init__(
+        self, job: Job, log_dir: Path, silence_seconds: float, command: tuple[str, ...] = CHILD
+    ) -> None:
+        self.job, self.silence_seconds = job, silence_seconds
+        name = job.mode.label.replace(" ", "-")
+        job_path, self.log_path = log_dir / f"{name}.json", log_dir / f"{name}.log"
+        job_path.write_text(json.dumps(job.to_dict()), encoding="utf-8")
+        self._fd, write_fd = os.pipe()
+        self._last: Event = {}
+        self._events = self._read()
+        with self.log_path.open("wb") as log:
+            self._child = subprocess.Popen(
+                [*command, str(job_path), str(write_fd)],
+                stdin=subprocess.PIPE,  # a byte is a turn; it closes when this process ends
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **engine_environment(job.settings)},
+                pass_fds=(write_fd,),
+                start_new_session=True,
+            )
+        os.close(write_fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        os.close(self._fd)
+        _end(self._child)
+
+    def give_turn(self) -> None:
+        """Let a child whose job has `turns` make its next measurement."""
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ended: its events say so
+            os.write(self._child.stdin.fileno(), b"\n")
+
+    def listen(self, on_event: Callable[[Event], None], until: str = "result") -> Event:
+        """Hand every event on, and return the first of the kind waited for.
+
+        UserError: the engine refused its arguments. EngineError: it failed, with the end of its
+        log in the message.
+        """
+        for event in self._events:
+            self._last = event
+            on_event(event)
+            if event["event"] == until:
+                if until == "result":
+                    _wait(self._child, SHUTDOWN_SECONDS)
+                return event
+            if event["event"] in ("result", "error"):
+                break
+        raise _failure(self.job.mode, self._child, self._last, self.log_path, self.silence_seconds)
+
+    def _read(self) -> Iterator[Event]:
+        """Events of the child, until its end or too long a silence."""
+        pending = b""
+        heard = time.monotonic()
+        while time.monotonic() - heard < self.silence_seconds:
+            # Read once more after the end: the pipe may hold events.
+            ended = self._child.poll() is not None
+            ready, _, _ = select.select([self._fd], [], [], 0 if ended else POLL_SECONDS)
+            chunk = os.read(self._fd, 1 << 16) if ready else b""
+            if not chunk:
+                if ready or ended:
+                    return
+                continue
+            *lines, pending = (pending + chunk).split(b"\n")
+            for line in lines:
+                event: Event = json.loads(line)
+                yield event
+            heard = time.monotonic()  # nobody may have listened for a while
 
 
 def run_job(
@@ -94,60 +190,9 @@ def run_job(
     silence_seconds: float,
     command: tuple[str, ...] = CHILD,
 ) -> Event:
-    """Run one job in a fresh process; returns its result event.
-
-    log_dir: where the job and the child's output go. silence_seconds: how long the child may say
-    nothing before it counts as hung. UserError: the engine refused its arguments. EngineError: it
-    failed, with the end of its log in the message.
-    """
-    name = job.mode.label.replace(" ", "-")
-    job_path, log_path = log_dir / f"{name}.json", log_dir / f"{name}.log"
-    job_path.write_text(json.dumps(job.to_dict()), encoding="utf-8")
-    read_fd, write_fd = os.pipe()
-    with log_path.open("wb") as log:
-        child = subprocess.Popen(
-            [*command, str(job_path), str(write_fd)],
-            stdin=subprocess.PIPE,  # never written to: it closes when this process ends
-            stdout=log,
-            stderr=log,
-            env={**os.environ, **engine_environment(job.settings)},
-            pass_fds=(write_fd,),
-            start_new_session=True,
-        )
-    os.close(write_fd)
-    try:
-        last: Event = {}
-        for event in _events(child, read_fd, silence_seconds):
-            last = event
-            on_event(event)
-        if last.get("event") == "result":
-            _wait(child, SHUTDOWN_SECONDS)
-            return last
-        raise _failure(job.mode, child, last, log_path, silence_seconds)
-    finally:
-        os.close(read_fd)
-        _end(child)
-
-
-def _events(child: subprocess.Popen[bytes], fd: int, silence_seconds: float) -> Iterator[Event]:
-    """Events of the child, until a final one, its end, or too long a silence."""
-    pending = b""
-    heard = time.monotonic()
-    while time.monotonic() - heard < silence_seconds:
-        ended = child.poll() is not None  # read once more after the end: the pipe may hold events
-        ready, _, _ = select.select([fd], [], [], 0 if ended else POLL_SECONDS)
-        chunk = os.read(fd, 1 << 16) if ready else b""
-        if not chunk:
-            if ready or ended:
-                return
-            continue
-        heard = time.monotonic()
-        *lines, pending = (pending + chunk).split(b"\n")
-        for line in lines:
-            event: Event = json.loads(line)
-            yield event
-            if event["event"] in ("result", "error"):
-                return
+    """Run one job in a fresh process (EngineProcess); returns its result event."""
+    with EngineProcess(job, log_dir, silence_seconds, command) as process:
+        return process.listen(on_event)
 
 
 def _failure(

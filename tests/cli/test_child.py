@@ -93,9 +93,9 @@ def test_message_of_a_validation_error_is_what_was_said() -> None:
 
 def test_an_engine_does_not_outlive_the_command() -> None:
     code = (
-        "from kdtree_runner.cli.child import _end_with_parent\n"
-        "import time\n"
-        "_end_with_parent()\n"
+        "from kdtree_runner.cli.child import Channel\n"
+        "import os, time\n"
+        "channel = Channel(os.dup(1), takes_turns=True)\n"
         "print('up', flush=True)\n"
         "time.sleep(600)\n"
     )

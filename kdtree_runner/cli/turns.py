@@ -1,0 +1,63 @@
+"""Several engines side by side that measure by turns, so that a machine's slow minutes hit all."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kdtree_runner.cli.engine import Mode
+from kdtree_runner.cli.errors import EngineError
+from kdtree_runner.cli.supervise import CHILD, BenchJob, EngineProcess, Event
+
+if TYPE_CHECKING:
+    from kdtree_runner.cli.render import EngineProgress
+
+
+def run_side_by_side(
+    jobs: Sequence[BenchJob],
+    logs: Path,
+    progress: EngineProgress,
+    total: int,
+    timeout: float,
+    command: tuple[str, ...] = CHILD,
+) -> Iterator[tuple[Mode, dict[str, Any] | None, str]]:
+    """All engines start at once; then each in turn makes one measurement, and rests meanwhile.
+
+    jobs: with `turns`, of as many measurements each. Every other round runs backwards, so that no
+    engine always follows the same one. Yields as bench_e2e.run_each does: mode, result, and in its
+    place why there is none.
+    """
+    problems: dict[Mode, str] = {}
+    results: dict[Mode, Event] = {}
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(EngineProcess(job, logs, timeout, command)) for job in jobs
+        ]
+        show = {job.mode: progress.start(job.mode.label, total) for job in jobs}
+
+        def listen(process: EngineProcess, until: str) -> Event:
+            """The event, or {} once the engine has failed."""
+            mode = process.job.mode
+            if mode in problems:
+                return {}
+            try:
+                return process.listen(show[mode], until)
+            except EngineError as error:
+                print(error, file=sys.stderr)
+                problems[mode] = str(error).splitlines()[0]
+                return {}
+
+        for process in processes:
+            listen(process, "ready")
+        for turn in range(max(job.num_turns for job in jobs)):
+            for process in processes if turn % 2 == 0 else reversed(processes):
+                process.give_turn()
+                listen(process, "measured")
+        for process in processes:
+            results[process.job.mode] = listen(process, "result")
+    for job in jobs:
+        problem = problems.get(job.mode, "")
+        yield job.mode, None if problem else results[job.mode], problem
