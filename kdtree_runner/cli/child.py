@@ -193,7 +193,6 @@ class Run:
 
     def __init__(self, llm: Any, prompts: list[list[int]], job: dict[str, Any], channel: Channel):
         self.llm, self.job, self.channel = llm, job, channel
-        self.tokenizer = llm.get_tokenizer()
         self.records: list[dict[str, Any]] = [
             {"prompt_token_ids": ids, "token_ids": [], "finish_reason": None, "text": ""}
             | {"num_steps": 0, "top_gap": [] if job["logprobs"] else None}
@@ -270,7 +269,8 @@ class Run:
         if not snapshot or snapshot == self.last_tree:
             return
         self.last_tree = snapshot
-        texts = [self.tokenizer.decode([token]) for token in snapshot["tokens"]]
+        tokenizer = self.llm.get_tokenizer()  # a model may have none: nobody shows its trees
+        texts = [tokenizer.decode([token]) for token in snapshot["tokens"]]
         self.channel.send("tree", step=step, texts=texts, **snapshot)
 
 
