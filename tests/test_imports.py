@@ -13,7 +13,8 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = "kdtree_runner"
 FOLDERS = {"": "kdtree_runner", "spec_decode": "spec_decode", "model_executor": "model_executor"}
 # A module may import modules of its own layer and of those before it.
-LAYERS = ("native", "kdtree_kernels", "ops", "spec_decode", "model_executor", "register")
+KERNELS = tuple(f"kdtree_kernels{part}" for part in ("_arguments", "_tree", "_cache", ""))
+LAYERS = ("native", *KERNELS, "ops", "spec_decode", "model_executor", "register")
 TORCH_ONLY = ("spec_decode.tree", "spec_decode.reference")
 REFERENCE = ("spec_decode.reference", "spec_decode.reference_step")
 
@@ -60,7 +61,7 @@ def layer(module: str) -> int | None:
 
 
 def test_the_modules_are_found() -> None:
-    assert {"__init__", "native", "ops", *TORCH_ONLY} <= MODULES.keys()
+    assert {"__init__", "native", "ops", *KERNELS, *TORCH_ONLY} <= MODULES.keys()
 
 
 @pytest.mark.parametrize("module", MODULES)
@@ -96,8 +97,9 @@ def test_only_ops_calls_the_library(module: str) -> None:
     text = MODULES[module].read_text()
     if module != "ops":
         assert "torch.ops.kdtree" not in text
-        assert "kdtree_kernels" not in own_imports(MODULES[module])
-    if module not in ("native", "kdtree_kernels"):
+    if module not in ("ops", *KERNELS):
+        assert not own_imports(MODULES[module]) & set(KERNELS)
+    if module not in ("native", *KERNELS):
         assert "ctypes" not in set(imports(MODULES[module]))
 
 

@@ -16,7 +16,9 @@ os.environ["VLLM_CPU_OMP_THREADS_BIND"] = "nobind"
 sys.path.insert(0, str(Path(__file__).parent))  # the tests' own modules: engines, oracle
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import kernels
 import pytest
 import torch
 from engines import Baseline, EnginePool, load_prompts
@@ -42,3 +44,14 @@ def baseline(pool: EnginePool) -> Baseline:
 def prompts() -> list[tuple[int, ...]]:
     """The token ids of the miniature pair's held-out prompts, 20 to 400 tokens each."""
     return load_prompts()
+
+
+@pytest.fixture(scope="module")
+def plugins() -> None:
+    kernels.load_plugins()
+
+
+@pytest.fixture
+def batch() -> SimpleNamespace:
+    """What a vLLM kernel of the input batch works on."""
+    return kernels.random_batch()

@@ -9,9 +9,17 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
+from kdtree_runner import platform
+
+# Of every file of such tests.
+MARKS = [
+    pytest.mark.skipif(not platform.is_cpu_build(), reason="the GPU build keeps its kernels"),
+    pytest.mark.usefixtures("plugins"),
+]
 NUM_SLOTS, BATCH, NUM_DRAFTS, MAX_LEN, VOCAB, PAGE = 12, 7, 5, 90, 1500, 16
 
 

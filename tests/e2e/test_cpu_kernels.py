@@ -10,34 +10,20 @@ import pytest
 import torch
 from kernels import (
     BATCH,
+    MARKS,
     MAX_LEN,
     NUM_DRAFTS,
     NUM_SLOTS,
     PAGE,
     VOCAB,
     assert_same_effect,
-    load_plugins,
-    random_batch,
     stock,
 )
 from torch import Tensor
 
-from kdtree_runner import cpu_kernels, cpu_wheel, platform
+from kdtree_runner import cpu_kernels, cpu_wheel
 
-pytestmark = pytest.mark.skipif(
-    not platform.is_cpu_build(), reason="the GPU build keeps its kernels"
-)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _plugins() -> None:
-    load_plugins()
-
-
-@pytest.fixture
-def batch() -> SimpleNamespace:
-    return random_batch()
-
+pytestmark = MARKS
 
 INPUT_BATCH = "vllm.v1.worker.gpu.input_batch"
 
