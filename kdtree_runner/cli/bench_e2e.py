@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace) -> ExitCode:
     prompts = bench_prompts(
         args.prompts, requests * (args.repeats - 1) + max(requests, batches[-1])
     )
-    report = Comparison(settings, sampling, requests, args.repeats, ["kdtree", *sys.argv[1:]])
+    command = ["kdtree", *sys.argv[1:]]
+    report = Comparison(settings, sampling, requests, args.repeats, command, args.side_by_side)
     total = sum(-(-requests // b) * b for b in batches) * args.repeats * sampling.max_tokens
     started = time.perf_counter()
     with log_directory() as logs, EngineProgress() as progress:
@@ -62,14 +63,18 @@ def run(args: argparse.Namespace) -> ExitCode:
             )
             for mode in choose_modes(args)
         ]
-        for mode, result, problem in run_each(args, jobs, logs, progress, total):
-            report.runs.append(
+
+        def keep(mode: Mode, cell: dict[str, Any]) -> None:
+            report.add(mode, cell)
+            save_json(args.json, report)  # nothing is lost if this command is ended
+
+        for mode, result, problem in run_each(args, jobs, logs, progress, total, keep):
+            report.put(
                 ModeRun(mode, problem=problem)
                 if result is None
                 else ModeRun.from_result(mode, result)
             )
-            if args.json is not None:
-                args.json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+            save_json(args.json, report)
         print(report.table())
         print(f"\n{report.conditions()}\nall engines: {time.perf_counter() - started:.0f} s")
         save_plot(args.plot, report)
@@ -100,20 +105,32 @@ def run_each(
     logs: Path,
     progress: EngineProgress,
     total: int,
+    keep: Callable[[Mode, dict[str, Any]], None],
 ) -> Iterator[tuple[Mode, dict[str, Any] | None, str]]:
     """The jobs one after another, or side by side: mode, result, or why there is none.
 
-    An engine that fails is told of at once; the others are worth having.
+    keep: gets every measurement as soon as it is made. An engine that fails is told of at once; the
+    others are worth having.
     """
     from kdtree_runner.cli.supervise import run_job
     from kdtree_runner.cli.turns import run_side_by_side
 
+    def listener(mode: Mode) -> Callable[[dict[str, Any]], None]:
+        show = progress.start(mode.label, total)
+
+        def on_event(event: dict[str, Any]) -> None:
+            show(event)
+            if event["event"] == "measured":
+                keep(mode, event["measurement"])
+
+        return on_event
+
     if args.side_by_side:
-        yield from run_side_by_side(jobs, logs, progress, total, args.timeout)
+        yield from run_side_by_side(jobs, logs, listener, args.timeout)
         return
     for job in jobs:
         try:
-            result = run_job(job, logs, progress.start(job.mode.label, total), args.timeout)
+            result = run_job(job, logs, listener(job.mode), args.timeout)
         except EngineError as error:
             print(error, file=sys.stderr)
             yield job.mode, None, str(error).splitlines()[0]
@@ -150,13 +167,20 @@ def bench_prompts(path: Path | None, wanted: int) -> list[Prompt]:
     return choose_prompts(path, None)[:wanted]
 
 
-class Drawable(Protocol):
-    """A report that has a picture."""
+class Report(Protocol):
+    """What a benchmark of engines found."""
 
     def plot(self) -> Drawing: ...
+    def to_dict(self) -> dict[str, Any]: ...
 
 
-def save_plot(path: Path | None, report: Drawable) -> None:
+def save_json(path: Path | None, report: Report) -> None:
+    """Write the report, if it is asked for."""
+    if path is not None:
+        path.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+
+
+def save_plot(path: Path | None, report: Report) -> None:
     """Write the picture, if one is asked for."""
     if path is not None:
         report.plot().save(path)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from kdtree_runner.cli.engine import EngineSettings, Mode, Sampling
@@ -131,6 +131,7 @@ class Comparison:
     """Everything that one `kdtree bench e2e` measured.
 
     requests: in a repeat, each on the repeat's own prompts; of larger batches as many as they hold.
+    side_by_side: the engines took turns, so that ratios are of the same minutes.
     """
 
     settings: EngineSettings
@@ -138,7 +139,18 @@ class Comparison:
     requests: int
     repeats: int
     command: list[str]
+    side_by_side: bool = False
     runs: list[ModeRun] = field(default_factory=list)
+
+    def put(self, run: ModeRun) -> None:
+        """An engine's whole run, in the place of what was known of it."""
+        index = next((i for i, r in enumerate(self.runs) if r.mode == run.mode), len(self.runs))
+        self.runs[index : index + 1] = [run]
+
+    def add(self, mode: Mode, cell: Mapping[str, Any]) -> None:
+        """One measurement of an engine that goes on."""
+        known = next((run for run in self.runs if run.mode == mode), ModeRun(mode))
+        self.put(replace(known, cells=[*known.cells, Cell(**cell)]))
 
     def _first(self, kind: str) -> ModeRun | None:
         return next((r for r in self.runs if r.mode.kind == kind and not r.problem), None)
@@ -227,7 +239,8 @@ class Comparison:
                 f"{found['dtype']}",
                 f"models: {settings.model}, {settings.drafter}",
                 f"requests: {self.requests} x {sampling.max_tokens} tokens a repeat, {how}; "
-                f"{self.repeats} repeats, each on its own prompts; medians, with ranges",
+                f"{self.repeats} repeats, each on its own prompts; medians, with ranges; engines "
+                + ("side by side, by turns" if self.side_by_side else "one after another"),
                 f"attention: {backends}",
                 f"versions: {packages}",
                 "tok/s, tok/step (a request) and ms/step: of the steps in which every request of "

@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
+from typing import TYPE_CHECKING, Any
 
 from kdtree_runner.cli.bench_e2e import (
     bench_prompts,
     bench_settings,
     choose_modes,
     run_each,
+    save_json,
     save_plot,
 )
 from kdtree_runner.cli.errors import EngineError, ExitCode
 from kdtree_runner.cli.verify import log_directory, sampling_settings
+
+if TYPE_CHECKING:
+    from kdtree_runner.cli.engine import Mode
 
 
 def run(args: argparse.Namespace) -> ExitCode:
@@ -43,13 +47,18 @@ def run(args: argparse.Namespace) -> ExitCode:
             )
             for mode in choose_modes(args)
         ]
-        for mode, result, _ in run_each(args, jobs, logs, progress, 0):
+
+        def keep(mode: Mode, found: dict[str, Any]) -> None:
+            report.results.setdefault(mode.label, {"batches": []})["batches"].append(found)
+            save_json(args.json, report)  # nothing is lost if this command is ended
+
+        for mode, result, _ in run_each(args, jobs, logs, progress, 0, keep):
             if result is None:
+                report.results.pop(mode.label, None)
                 failed.append(mode.label)
                 continue
             report.results[mode.label] = result
-            if args.json is not None:
-                args.json.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+            save_json(args.json, report)
         for batch in batches:
             print(f"\n{report.table(batch)}")
         print(f"\n{report.conditions()}")

@@ -23,7 +23,7 @@ class StepReport:
     settings: EngineSettings
     sampling: Sampling
     command: list[str]
-    results: dict[str, Mapping[str, Any]] = field(default_factory=dict)
+    results: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def found(self, label: str, batch: int) -> Mapping[str, Any]:
         """One mode's measurement at a batch size."""

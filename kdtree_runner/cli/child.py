@@ -50,12 +50,13 @@ class Channel:
         self._file.flush()
 
     @contextmanager
-    def turn(self) -> Iterator[None]:
-        """Around one measurement."""
+    def turn(self) -> Iterator[dict[str, Any]]:
+        """Around one measurement, which goes into what comes."""
         if self._takes_turns:
             self._turns.acquire()
-        yield
-        self.send("measured")
+        measurement: dict[str, Any] = {}
+        yield measurement
+        self.send("measured", measurement=measurement)
 
 
 def main(argv: list[str]) -> int:

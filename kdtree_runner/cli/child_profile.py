@@ -29,11 +29,12 @@ def profile(
     llm.collective_rpc(mark_steps)
     batches = []
     for batch in job["batches"]:
-        with channel.turn():
+        with channel.turn() as found:
             group = [prompts[i % len(prompts)] for i in range(batch)]
             short = job["sampling"] | {"max_tokens": WARMUP_TOKENS}
             run_wave(llm, group, short, f"warm-{batch}")
-            batches.append({"batch": batch, **_steps(llm, group, job)})
+            found |= {"batch": batch, **_steps(llm, group, job)}
+        batches.append(found)
         channel.send("progress", tokens=0)
     return {
         "batches": batches,

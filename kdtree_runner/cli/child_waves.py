@@ -92,7 +92,7 @@ def measure(
     cells = []
     for batch in job["batches"]:
         for repeat in range(job["repeats"]):
-            with channel.turn():
+            with channel.turn() as cell:
                 if repeat == 0:
                     _warm_up(llm, prompts, job, batch)
                 before = acceptance(llm)
@@ -104,7 +104,8 @@ def measure(
                     num_tokens += sum(map(len, waves[-1].tokens))
                     channel.send("progress", tokens=num_tokens)
                 stats = (acceptance(llm) - before).to_dict()
-                cells.append(_cell(batch, repeat, waves) | {"acceptance": stats})
+                cell |= _cell(batch, repeat, waves) | {"acceptance": stats}
+            cells.append(cell)
     return {
         "cells": cells,
         "num_tokens": num_tokens,

@@ -3,32 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kdtree_runner.cli.engine import Mode
 from kdtree_runner.cli.errors import EngineError
 from kdtree_runner.cli.supervise import CHILD, BenchJob, EngineProcess, Event
 
-if TYPE_CHECKING:
-    from kdtree_runner.cli.render import EngineProgress
-
 
 def run_side_by_side(
     jobs: Sequence[BenchJob],
     logs: Path,
-    progress: EngineProgress,
-    total: int,
+    listener: Callable[[Mode], Callable[[Event], None]],
     timeout: float,
     command: tuple[str, ...] = CHILD,
 ) -> Iterator[tuple[Mode, dict[str, Any] | None, str]]:
     """All engines start at once; then each in turn makes one measurement, and rests meanwhile.
 
-    jobs: with `turns`, of as many measurements each. Every other round runs backwards, so that no
-    engine always follows the same one. Yields as bench_e2e.run_each does: mode, result, and in its
-    place why there is none.
+    jobs: with `turns`, of as many measurements each. listener: what an engine's events go to. Every
+    other round runs backwards, so that no engine always follows the same one. Yields as
+    bench_e2e.run_each does: mode, result, and in its place why there is none.
     """
     problems: dict[Mode, str] = {}
     results: dict[Mode, Event] = {}
@@ -36,7 +32,7 @@ def run_side_by_side(
         processes = [
             stack.enter_context(EngineProcess(job, logs, timeout, command)) for job in jobs
         ]
-        show = {job.mode: progress.start(job.mode.label, total) for job in jobs}
+        on_event = {job.mode: listener(job.mode) for job in jobs}
 
         def listen(process: EngineProcess, until: str) -> Event:
             """The event, or {} once the engine has failed."""
@@ -44,7 +40,7 @@ def run_side_by_side(
             if mode in problems:
                 return {}
             try:
-                return process.listen(show[mode], until)
+                return process.listen(on_event[mode], until)
             except EngineError as error:
                 print(error, file=sys.stderr)
                 problems[mode] = str(error).splitlines()[0]

@@ -36,9 +36,12 @@ def cell(batch: int, repeat: int, speed: float, ids: list[int], acceptance: dict
 
 @pytest.fixture
 def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[BenchJob]]:
-    """Put fake engines in place; those named in `broken` fail, and `idle` ones never draft."""
+    """Put fake engines in place.
 
-    def install(broken: str = "", idle: str = "") -> list[BenchJob]:
+    Those named in `broken` fail, `idle` ones never draft, at `halts` the user ends the command.
+    """
+
+    def install(broken: str = "", idle: str = "", halts: str = "") -> list[BenchJob]:
         jobs: list[BenchJob] = []
 
         def run_job(job, log_dir, on_event, silence_seconds):
@@ -53,6 +56,10 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[BenchJob]]:
                 for b in job.batches
                 for r in range(job.repeats)
             ]
+            for measurement in cells:
+                on_event({"event": "measured", "measurement": measurement})
+                if kind == halts:
+                    raise KeyboardInterrupt
             event = result([], drafts, cells=cells, num_tokens=30, graphs={})
             on_event(event)
             return event
@@ -109,6 +116,16 @@ def test_a_failed_engine_does_not_lose_the_others(
     captured = capsys.readouterr()
     assert "3.00 (3.00-3.00)" in captured.out
     assert "no measurement of chain" in captured.err
+
+
+def test_what_was_measured_is_kept_when_the_command_is_ended(
+    flags: list[str], engines: Callable, tmp_path: Path
+) -> None:
+    engines(halts="chain")
+    out = tmp_path / "x.json"
+    assert main([*flags, "--json", str(out)]) == 130
+    modes = json.loads(out.read_text())["modes"]
+    assert {label: len(mode["cells"]) for label, mode in modes.items()} == {"plain": 6, "chain": 1}
 
 
 def test_a_chain_that_never_drafts_is_no_measurement(

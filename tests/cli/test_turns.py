@@ -10,7 +10,6 @@ from kdtree_runner.cli.engine import Mode
 from kdtree_runner.cli.errors import UserError
 from kdtree_runner.cli.main import main
 from kdtree_runner.cli.prompts import Prompt
-from kdtree_runner.cli.render import EngineProgress
 from kdtree_runner.cli.supervise import BenchJob
 from kdtree_runner.cli.turns import run_side_by_side
 
@@ -48,9 +47,13 @@ def jobs() -> list[BenchJob]:
     ]
 
 
+heard: list[dict] = []  # events of all engines
+
+
 def run(tmp_path: Path, fails: str = "") -> list:
-    with EngineProgress() as progress:
-        return list(run_side_by_side(jobs(), tmp_path, progress, 1, 20.0, child(tmp_path, fails)))
+    heard.clear()
+    command = child(tmp_path, fails)
+    return list(run_side_by_side(jobs(), tmp_path, lambda mode: heard.append, 20.0, command))
 
 
 def test_one_measures_at_a_time_and_every_other_round_runs_backwards(tmp_path: Path) -> None:
@@ -61,6 +64,7 @@ def test_one_measures_at_a_time_and_every_other_round_runs_backwards(tmp_path: P
     rounds = [names, names[::-1], names, names[::-1]]
     want = [f"{name} {what}" for order in rounds for name in order for what in ("begins", "ends")]
     assert (tmp_path / "diary").read_text().splitlines() == want
+    assert sum(event["event"] == "measured" for event in heard) == 4 * 4
 
 
 def test_the_others_go_on_without_one_that_failed(
