@@ -21,8 +21,9 @@ $(VENV)/.requirements: requirements/cpu.txt
 	touch $@
 
 # In place: Python files are used where they lie, and the native library is built into the package.
+# This environment is a CPU's: its library has the CUDA operators only if KDTREE_CUDA asks for them.
 $(VENV)/.package: $(VENV)/.requirements pyproject.toml setup.py $(NATIVE)
-	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	KDTREE_CUDA=$(or $(KDTREE_CUDA),OFF) $(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 native: venv

@@ -15,7 +15,7 @@ from setuptools.command.build import build
 ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libkdtree_kernels_c.so"
 # What the environment may set, see cmake/cuda.cmake.
-SETTINGS = {"KDTREE_CUDA": "OFF", "KDTREE_CUDA_ARCH": "90a;100f;120f"}
+SETTINGS = {"KDTREE_CUDA": "AUTO", "KDTREE_CUDA_ARCH": "90a;100f;120f"}
 
 
 def tool(name: str) -> str:

@@ -1,5 +1,5 @@
 # The GPU's side of the library, compiled where there is an nvcc; a GPU is not needed.
-#   KDTREE_CUDA       OFF (the default): CPU only; AUTO: if an nvcc is found; ON: fail without one
+#   KDTREE_CUDA       AUTO (the default): if an nvcc is found; ON: fail without one; OFF: CPU only
 #   KDTREE_CUDA_ARCH  targets, "90a;100f;120f" or some of them
 # The environment gives the defaults. Sets KDTREE_CUDA_ARCHS, the targets built for, "" for none.
 
@@ -10,8 +10,7 @@ function(kdtree_setting name default what)
   set(${name} "${default}" CACHE STRING "${what}")
 endfunction()
 
-# OFF until the kernels meet their goals: a CPU machine with an nvcc would build them in vain.
-kdtree_setting(KDTREE_CUDA OFF "Build for CUDA: AUTO, ON or OFF")
+kdtree_setting(KDTREE_CUDA AUTO "Build for CUDA: AUTO, ON or OFF")
 kdtree_setting(KDTREE_CUDA_ARCH "90a;100f;120f" "CUDA targets")
 string(REGEX REPLACE "[, ]+" ";" KDTREE_CUDA_ARCHS "${KDTREE_CUDA_ARCH}")
 
@@ -41,6 +40,13 @@ endif()
 set(CMAKE_CUDA_ARCHITECTURES OFF)  # CMake does not know family targets: -gencode gives them
 enable_language(CUDA)
 message(STATUS "CUDA targets: ${KDTREE_CUDA_ARCHS} (${CMAKE_CUDA_COMPILER})")
+set(oldest_nvcc 12.9)  # before: no family targets, 100f and 120f
+if("${KDTREE_CUDA_ARCHS}" MATCHES "f" AND CMAKE_CUDA_COMPILER_VERSION VERSION_LESS oldest_nvcc)
+  message(FATAL_ERROR
+    "KDTREE_CUDA_ARCH is ${KDTREE_CUDA_ARCHS}: wanted nvcc ${oldest_nvcc} or newer, got "
+    "${CMAKE_CUDA_COMPILER_VERSION} (${CMAKE_CUDA_COMPILER}). Set CUDA_HOME to a newer toolkit, "
+    "KDTREE_CUDA_ARCH=90a for Hopper alone, or KDTREE_CUDA=OFF to build for the CPU")
+endif()
 set(CMAKE_CUDA_STANDARD 20)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
