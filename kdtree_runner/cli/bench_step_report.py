@@ -10,7 +10,7 @@ from typing import Any
 from kdtree_runner.cli.engine import EngineSettings, Sampling
 from kdtree_runner.cli.report import versions
 from kdtree_runner.cli.svg import Drawing, draw_bars
-from kdtree_runner.cli.trace import PARTS
+from kdtree_runner.cli.trace import ENGINE_PARTS, PARTS
 
 IDLE = "host (GPU idle)"
 REST = "host, the rest"
@@ -48,7 +48,12 @@ class StepReport:
     def host_ms(self, label: str, batch: int) -> float:
         """The host's own time in the runner's part of a profiled step, waiting taken out."""
         profile = self.found(label, batch)["profile"]
-        return float(sum(profile["host"].values()) - profile["waits"]) / 1e3
+        times = [time for part, time in profile["host"].items() if part not in ENGINE_PARTS]
+        return float(sum(times) - profile["waits"]) / 1e3
+
+    def engine_ms(self, label: str, batch: int, part: str) -> float:
+        """The host's time in a part of the engine around the runner, of a profiled step."""
+        return float(self.found(label, batch)["profile"]["host"].get(part, 0.0)) / 1e3
 
     def table(self, batch: int) -> str:
         """In Markdown: a row a part, a column a mode."""
@@ -65,6 +70,10 @@ class StepReport:
         rows.append(["step, profiled", *(f"{f['profile']['step'] / 1e3:.3f}" for f in found)])
         hosts = [self.host_ms(label, batch) for label in self.results]
         rows.append(["runner on the host", *(f"{host:.3f}" for host in hosts)])
+        for part in ENGINE_PARTS:
+            times = [self.engine_ms(label, batch, part) for label in self.results]
+            if any(times):
+                rows.append([f"{part} on the host", *(f"{time:.3f}" for time in times)])
         per_step = [f["num_tokens"] / f["num_steps"] / batch for f in found]
         rows.append(["tokens a step", *(f"{tokens:.2f}" for tokens in per_step)])
         head = [f"batch {batch}, ms", *bars]
@@ -99,7 +108,8 @@ class StepReport:
                 f"versions: {packages}",
                 f"parts: the GPU's busy time, {IDLE}: a step without profiler less that; "
                 "with no GPU the host's time in profiled steps",
-                "runner on the host: of a profiled step, calls that wait for the GPU taken out",
+                "runner on the host: of a profiled step, calls that wait for the GPU taken out; "
+                "schedule and outputs: the engine around it",
             ]
         )
 

@@ -27,13 +27,14 @@ def profile(
     """Every batch size: time its steps as they are, then profile as many."""
     started = time.perf_counter()
     llm.collective_rpc(mark_steps)
+    engine_marks = mark_engine(llm)
     batches = []
     for batch in job["batches"]:
         with channel.turn() as found:
             group = [prompts[i % len(prompts)] for i in range(batch)]
             short = job["sampling"] | {"max_tokens": WARMUP_TOKENS}
             run_wave(llm, group, short, f"warm-{batch}")
-            found |= {"batch": batch, **_steps(llm, group, job)}
+            found |= {"batch": batch, **_steps(llm, group, job, engine_marks)}
         batches.append(found)
         channel.send("progress", tokens=0)
     return {
@@ -44,7 +45,9 @@ def profile(
     }
 
 
-def _steps(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> dict[str, Any]:
+def _steps(
+    llm: Any, prompts: list[list[int]], job: dict[str, Any], engine_marks: Marks
+) -> dict[str, Any]:
     """Time of a step without the profiler, and a profile of the steps that follow."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -85,12 +88,32 @@ def _steps(llm: Any, prompts: list[list[int]], job: dict[str, Any]) -> dict[str,
     tokens = steps(count)
     seconds = time.perf_counter() - begin
     llm.collective_rpc(start_profile)
+    engine_marks.on = True
     steps(count + SKIPPED_STEPS)
+    engine_marks.on = False
     found = llm.collective_rpc(stop_profile)[0]
     engine.abort_request(names)
     while engine.has_unfinished_requests():
         engine.step()
     return {"step_us": 1e6 * seconds / count, "num_tokens": tokens, "num_steps": count, **found}
+
+
+def mark_engine(llm: Any) -> Marks:
+    """Put ranges around the engine's own work in a step, where the profiled rank is in its process.
+
+    Elsewhere the profiler would not see them.
+    """
+    marks, engine = Marks(), llm.llm_engine
+    core = getattr(engine.engine_core, "engine_core", None)
+    if core is None or engine.vllm_config.parallel_config.world_size > 1:
+        return marks
+    for owner, name, part in (
+        (core.scheduler, "schedule", "schedule"),
+        (core.scheduler, "update_from_output", "outputs"),
+        (engine.output_processor, "process_outputs", "outputs"),
+    ):
+        setattr(owner, name, marks.around(getattr(owner, name), part))
+    return marks
 
 
 # ---- in a rank's process ---------------------------------------------------------------------

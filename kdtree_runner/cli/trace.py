@@ -16,7 +16,19 @@ from typing import Any
 
 MARK = "kdtree/"
 STEP = "prepare"  # the range that every step has once: the runner's execute_model
-PARTS = ("prepare", "verify", "sampler", "accept", "commit", "draft", "build", "other")
+# Of the engine around the runner, seen where both are in one process: one rank.
+ENGINE_PARTS = ("schedule", "outputs")
+PARTS = (
+    "prepare",
+    "verify",
+    "sampler",
+    "accept",
+    "commit",
+    "draft",
+    "build",
+    *ENGINE_PARTS,
+    "other",
+)
 # Of our operators (on the host) and of their kernels (on the GPU); verify_attn is the verify's.
 OWN_OPERATORS = {
     "kdtree::build_candidates": "build",

@@ -79,8 +79,11 @@ def test_a_trace_without_enough_steps() -> None:
     assert summarize(step(0.0), skip=2).num_steps == 0
 
 
+HOST = {"verify": 900.0, "draft": 300.0, "schedule": 100.0, "outputs": 200.0}
+
+
 def profiles(device: dict[str, float]) -> dict:
-    profile = Profile(4, 2000.0, 500.0, device, {"verify": 900.0, "draft": 300.0})
+    profile = Profile(4, 2000.0, 500.0, device, HOST)
     found = {"batch": 1, "step_us": 1500.0, "num_tokens": 12, "num_steps": 4}
     return {"batches": [found | {"profile": asdict(profile)}], "num_tokens": 12, "graphs": {}}
 
@@ -116,7 +119,9 @@ def test_bench_step(
         if line.startswith("|")
     }
     assert table["verify"] == ["0.800" if device else "0.900"] * 3
-    assert table[rest] == ["0.600" if device else "0.800"] * 3
+    assert table[rest] == ["0.600" if device else "0.500"] * 3
+    assert table["schedule on the host"] == ["0.100"] * 3
+    assert table["outputs on the host"] == ["0.200"] * 3
     assert table["runner on the host"] == ["0.700"] * 3
     assert table["tokens a step"] == ["3.00"] * 3
     assert set(json.loads(out.read_text())["modes"]) == {"plain", "chain", "tree 8"}
