@@ -166,21 +166,21 @@ class TreeRunnerMixin(GPUModelRunner):
     def sample(
         self, hidden_states: Tensor, input_batch: InputBatch, grammar_output: GrammarOutput | None
     ) -> tuple[SamplerOutput, Tensor, Tensor]:
-        """Of a greedy batch under tensor parallelism ranks exchange a key a row, not their logits.
+        """Of a plainly greedy batch nothing but each row's best token is computed.
 
-        Everything else needs whole rows, and goes through super().
+        Under tensor parallelism ranks then exchange a key a row, not their logits. Everything else
+        needs whole rows of logits, and goes through super().
         """
         sampler, shard = self.rejection_sampler, self._shard
         assert isinstance(sampler, TreeSampler)
-        if (
-            shard is None
-            or grammar_output is not None
-            or not sampler.is_plainly_greedy(input_batch)
-        ):
+        if grammar_output is not None or not sampler.is_plainly_greedy(input_batch):
             return super().sample(hidden_states, input_batch, grammar_output)
-        logits = shard.logits(hidden_states[input_batch.logits_indices])
-        keys = all_gather(argmax_keys(logits, shard.offset))
-        targets = argmax_tokens(keys.view(shard.num_shards, -1))
+        rows = hidden_states[input_batch.logits_indices]
+        if shard is None:
+            targets = self.model.compute_logits(rows).argmax(dim=1)
+        else:
+            keys = all_gather(argmax_keys(shard.logits(rows), shard.offset))
+            targets = argmax_tokens(keys.view(shard.num_shards, -1))
         output = sampler.emit(input_batch, targets)
         return output, output.num_sampled, output.num_rejected
 
