@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kdtree_runner.cli.demo import default_model
 from kdtree_runner.cli.engine import EngineSettings, Mode
-from kdtree_runner.cli.errors import EngineError, ExitCode, wanted
+from kdtree_runner.cli.errors import CommandError, EngineError, ExitCode, UserError, wanted
 from kdtree_runner.cli.options import BUDGETS
 from kdtree_runner.cli.prompts import Prompt
 from kdtree_runner.cli.svg import Drawing
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     report = Comparison(settings, sampling, requests, args.repeats, command, args.side_by_side)
     total = sum(-(-requests // b) * b for b in batches) * args.repeats * sampling.max_tokens
     started = time.perf_counter()
+    problems: dict[str, CommandError] = {}
     with log_directory() as logs, EngineProgress() as progress:
         jobs = [
             BenchJob(
@@ -69,18 +71,22 @@ def run(args: argparse.Namespace) -> ExitCode:
             save_json(args.json, report)  # nothing is lost if this command is ended
 
         for mode, result, problem in run_each(args, jobs, logs, progress, total, keep):
-            report.put(
-                ModeRun(mode, problem=problem)
-                if result is None
-                else ModeRun.from_result(mode, result)
-            )
+            if result is None:
+                report.fail(mode, problem)
+            else:
+                report.put(ModeRun.from_result(mode, result))
             save_json(args.json, report)
+            if problem is not None:
+                problems[mode.label] = problem
         print(report.table())
         print(f"\n{report.conditions()}\nall engines: {time.perf_counter() - started:.0f} s")
         save_plot(args.plot, report)
-        failed = [r.mode.label for r in report.runs if r.problem] + report.idle()
-        if failed:
-            raise EngineError(f"no measurement of {', '.join(failed)}; logs in {logs}")
+        raise_problems(problems, logs)
+        if report.idle():
+            raise EngineError(f"no measurement of {', '.join(report.idle())}; logs in {logs}")
+        if report.empty():
+            what = f"more, so that a step decodes the whole batch ({', '.join(report.empty())})"
+            raise wanted("--max-tokens", what, args.max_tokens)
     return ExitCode.OK
 
 
@@ -106,7 +112,7 @@ def run_each(
     progress: EngineProgress,
     total: int,
     keep: Callable[[Mode, dict[str, Any]], None],
-) -> Iterator[tuple[Mode, dict[str, Any] | None, str]]:
+) -> Iterator[tuple[Mode, dict[str, Any] | None, CommandError | None]]:
     """The jobs one after another, or side by side: mode, result, or why there is none.
 
     keep: gets every measurement as soon as it is made. An engine that fails is told of at once; the
@@ -131,11 +137,20 @@ def run_each(
     for job in jobs:
         try:
             result = run_job(job, logs, listener(job.mode), args.timeout)
-        except EngineError as error:
+        except CommandError as error:
             print(error, file=sys.stderr)
-            yield job.mode, None, str(error).splitlines()[0]
+            yield job.mode, None, error
         else:
-            yield job.mode, result, ""
+            yield job.mode, result, None
+
+
+def raise_problems(problems: Mapping[str, CommandError], logs: Path) -> None:
+    """End the command by what ended its engines: a user's mistake, or a failure."""
+    if not problems:
+        return
+    message = f"no whole measurement of {', '.join(problems)}; logs in {logs}"
+    refused = [error for error in problems.values() if isinstance(error, UserError)]
+    raise UserError(f"{refused[0]}\n{message}") if refused else EngineError(message)
 
 
 def bench_settings(args: argparse.Namespace) -> EngineSettings:
@@ -177,7 +192,9 @@ class Report(Protocol):
 def save_json(path: Path | None, report: Report) -> None:
     """Write the report, if it is asked for."""
     if path is not None:
-        path.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+        whole = path.with_name(path.name + ".new")
+        whole.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
+        os.replace(whole, path)  # never half a file
 
 
 def save_plot(path: Path | None, report: Report) -> None:

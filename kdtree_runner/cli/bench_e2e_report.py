@@ -152,6 +152,20 @@ class Comparison:
         known = next((run for run in self.runs if run.mode == mode), ModeRun(mode))
         self.put(replace(known, cells=[*known.cells, Cell(**cell)]))
 
+    def fail(self, mode: Mode, problem: Exception | None) -> None:
+        """An engine that ended early; what it had measured stays."""
+        known = next((run for run in self.runs if run.mode == mode), ModeRun(mode))
+        self.put(replace(known, problem=str(problem).splitlines()[0]))
+
+    def empty(self) -> list[str]:
+        """Measurements without a step that decodes the whole batch."""
+        return [
+            f"{run.mode.label} at batch {cell.batch}"
+            for run in self.runs
+            for cell in run.cells
+            if not cell.num_steps
+        ]
+
     def _first(self, kind: str) -> ModeRun | None:
         return next((r for r in self.runs if r.mode.kind == kind and not r.problem), None)
 
@@ -238,8 +252,9 @@ class Comparison:
                 f"on: {' + '.join(sorted(set(found['devices'])))}, ranks: {ranks}; "
                 f"{found['dtype']}",
                 f"models: {settings.model}, {settings.drafter}",
-                f"requests: {self.requests} x {sampling.max_tokens} tokens a repeat, {how}; "
-                f"{self.repeats} repeats, each on its own prompts; medians, with ranges; engines "
+                f"requests: {self.requests} x {sampling.max_tokens} tokens a repeat, "
+                f"in whole batches, {how}; "
+                f"{self.repeats} repeats, each on the next prompts; medians, with ranges; engines "
                 + ("side by side, by turns" if self.side_by_side else "one after another"),
                 f"attention: {backends}",
                 f"versions: {packages}",
@@ -281,6 +296,7 @@ class Comparison:
             "settings": {**asdict(self.settings), **asdict(self.sampling)},
             "requests": self.requests,
             "repeats": self.repeats,
+            "side_by_side": self.side_by_side,
             "modes": {run.mode.label: self._mode(run) for run in self.runs},
         }
 

@@ -10,11 +10,12 @@ from kdtree_runner.cli.bench_e2e import (
     bench_prompts,
     bench_settings,
     choose_modes,
+    raise_problems,
     run_each,
     save_json,
     save_plot,
 )
-from kdtree_runner.cli.errors import EngineError, ExitCode
+from kdtree_runner.cli.errors import CommandError, ExitCode
 from kdtree_runner.cli.verify import log_directory, sampling_settings
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace) -> ExitCode:
     batches = tuple(sorted(set(args.batches)))
     prompts = bench_prompts(args.prompts, batches[-1])
     report = StepReport(settings, sampling, ["kdtree", *sys.argv[1:]])
-    failed = []
+    problems: dict[str, CommandError] = {}
     with log_directory() as logs, EngineProgress() as progress:
         jobs = [
             BenchJob(
@@ -52,17 +53,17 @@ def run(args: argparse.Namespace) -> ExitCode:
             report.results.setdefault(mode.label, {"batches": []})["batches"].append(found)
             save_json(args.json, report)  # nothing is lost if this command is ended
 
-        for mode, result, _ in run_each(args, jobs, logs, progress, 0, keep):
-            if result is None:
-                report.results.pop(mode.label, None)
-                failed.append(mode.label)
-                continue
-            report.results[mode.label] = result
+        for mode, result, problem in run_each(args, jobs, logs, progress, 0, keep):
+            if problem is not None:
+                problems[mode.label] = problem
+                report.failed[mode.label] = report.results.pop(mode.label, {"batches": []})
+                report.failed[mode.label]["problem"] = str(problem).splitlines()[0]
+            elif result is not None:
+                report.results[mode.label] = result
             save_json(args.json, report)
         for batch in batches:
             print(f"\n{report.table(batch)}")
         print(f"\n{report.conditions()}")
         save_plot(args.plot, report)
-        if failed:
-            raise EngineError(f"no profile of {', '.join(failed)}; logs in {logs}")
+        raise_problems(problems, logs)
     return ExitCode.OK

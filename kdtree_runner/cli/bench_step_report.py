@@ -24,6 +24,9 @@ class StepReport:
     sampling: Sampling
     command: list[str]
     results: dict[str, dict[str, Any]] = field(default_factory=dict)
+    failed: dict[str, dict[str, Any]] = field(
+        default_factory=dict
+    )  # what they had, and the problem
 
     def found(self, label: str, batch: int) -> Mapping[str, Any]:
         """One mode's measurement at a batch size."""
@@ -134,4 +137,5 @@ class StepReport:
             "versions": versions(),
             "settings": {**asdict(self.settings), **asdict(self.sampling)},
             "modes": dict(self.results),
+            "failed": dict(self.failed),
         }

@@ -38,6 +38,7 @@ class Channel:
         self._file = os.fdopen(fd, "w", encoding="utf-8")
         self._takes_turns = takes_turns
         self._turns = threading.Semaphore(0)
+        self.seconds = 0.0  # of all turns
         threading.Thread(target=self._listen, daemon=True).start()
 
     def _listen(self) -> None:
@@ -55,7 +56,9 @@ class Channel:
         if self._takes_turns:
             self._turns.acquire()
         measurement: dict[str, Any] = {}
+        begin = time.perf_counter()
         yield measurement
+        self.seconds += time.perf_counter() - begin
         self.send("measured", measurement=measurement)
 
 

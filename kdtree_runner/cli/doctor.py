@@ -23,10 +23,11 @@ from kdtree_runner.cli.features import (
     gpu_problems,
     support_matrix,
 )
+from kdtree_runner.cli.supervise import SAFE_PATH
 from kdtree_runner.config import ATTENTION_BACKEND, METHOD
 from kdtree_runner.platform import CPU_PLATFORM, is_cpu_build
 
-PROBE = (sys.executable, "-m", "kdtree_runner.cli.probe")
+PROBE = (sys.executable, *SAFE_PATH, "-m", "kdtree_runner.cli.probe")
 PROBE_SECONDS = 300.0  # importing vLLM from a cold disk takes a minute
 PROBE_TAIL = 5  # lines of its output shown when it crashed
 PLUGINS = {  # group -> our entry point

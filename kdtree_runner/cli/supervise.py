@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import signal
 import subprocess
@@ -31,7 +32,11 @@ from kdtree_runner.cli.prompts import Prompt
 LOG_TAIL = 20  # lines of the log shown on failure
 POLL_SECONDS = 0.2
 SHUTDOWN_SECONDS = 60.0  # workers of a big engine take a while to go
-CHILD = (sys.executable, "-m", "kdtree_runner.cli.child")
+# -P: the folder that the command runs in may hold a platform.py or json.py of the user's.
+SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
+CHILD = (sys.executable, *SAFE_PATH, "-m", "kdtree_runner.cli.child")
+# What Python's extensions say at the end of a process that failed: no part of its story.
+NOISE = re.compile(r"nanobind: leaked|\s*- (leaked|\.\.\. skipped)|See https://nanobind")
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -137,8 +142,14 @@ class EngineProcess:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        os.close(self._fd)
-        _end(self._child)
+        self.close()
+
+    def close(self) -> None:
+        """End the child and its workers; again: nothing."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+            _end(self._child)
 
     def give_turn(self) -> None:
         """Let a child whose job has `turns` make its next measurement."""
@@ -213,7 +224,8 @@ def _failure(
 
 
 def _tail(log: Path) -> str:
-    lines = log.read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+    text = log.read_text(encoding="utf-8", errors="replace")
+    lines = [line for line in text.rstrip().splitlines() if not NOISE.match(line)]
     shown = "\n".join(f"  {line}" for line in lines[-LOG_TAIL:])
     return f"last lines of its log {log}:\n{shown}"
 

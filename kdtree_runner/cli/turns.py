@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_runner.cli.engine import Mode
-from kdtree_runner.cli.errors import EngineError
+from kdtree_runner.cli.errors import CommandError
 from kdtree_runner.cli.supervise import CHILD, BenchJob, EngineProcess, Event
 
 
@@ -19,14 +19,14 @@ def run_side_by_side(
     listener: Callable[[Mode], Callable[[Event], None]],
     timeout: float,
     command: tuple[str, ...] = CHILD,
-) -> Iterator[tuple[Mode, dict[str, Any] | None, str]]:
+) -> Iterator[tuple[Mode, dict[str, Any] | None, CommandError | None]]:
     """All engines start at once; then each in turn makes one measurement, and rests meanwhile.
 
     jobs: with `turns`, of as many measurements each. listener: what an engine's events go to. Every
     other round runs backwards, so that no engine always follows the same one. Yields as
     bench_e2e.run_each does: mode, result, and in its place why there is none.
     """
-    problems: dict[Mode, str] = {}
+    problems: dict[Mode, CommandError] = {}
     results: dict[Mode, Event] = {}
     with ExitStack() as stack:
         processes = [
@@ -41,19 +41,21 @@ def run_side_by_side(
                 return {}
             try:
                 return process.listen(on_event[mode], until)
-            except EngineError as error:
+            except CommandError as error:
                 print(error, file=sys.stderr)
-                problems[mode] = str(error).splitlines()[0]
+                problems[mode] = error
+                process.close()  # one that hangs would disturb the others
                 return {}
 
         for process in processes:
             listen(process, "ready")
         for turn in range(max(job.num_turns for job in jobs)):
             for process in processes if turn % 2 == 0 else reversed(processes):
-                process.give_turn()
+                if process.job.mode not in problems:
+                    process.give_turn()
                 listen(process, "measured")
         for process in processes:
             results[process.job.mode] = listen(process, "result")
     for job in jobs:
-        problem = problems.get(job.mode, "")
-        yield job.mode, None if problem else results[job.mode], problem
+        problem = problems.get(job.mode)
+        yield job.mode, results[job.mode] if problem is None else None, problem

@@ -12,7 +12,7 @@ from kdtree_runner.cli import supervise
 from kdtree_runner.cli.bench_e2e_report import Spread
 from kdtree_runner.cli.child_waves import Wave
 from kdtree_runner.cli.engine import engine_environment
-from kdtree_runner.cli.errors import EngineError
+from kdtree_runner.cli.errors import EngineError, UserError
 from kdtree_runner.cli.main import main
 from kdtree_runner.cli.supervise import BenchJob
 from kdtree_runner.cli.svg import ticks
@@ -38,21 +38,24 @@ def cell(batch: int, repeat: int, speed: float, ids: list[int], acceptance: dict
 def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[BenchJob]]:
     """Put fake engines in place.
 
-    Those named in `broken` fail, `idle` ones never draft, at `halts` the user ends the command.
+    Those named in `broken` fail after a measurement, `refused` ones refuse their arguments, `idle`
+    ones never draft, at `halts` the user ends the command. steps: of a measurement.
     """
 
-    def install(broken: str = "", idle: str = "", halts: str = "") -> list[BenchJob]:
+    def install(
+        broken: str = "", idle: str = "", halts: str = "", refused: str = "", steps: int = 5
+    ) -> list[BenchJob]:
         jobs: list[BenchJob] = []
 
         def run_job(job, log_dir, on_event, silence_seconds):
             jobs.append(job)
             kind = job.mode.kind
-            if kind == broken:
-                raise EngineError(f"{job.mode.label}: the engine failed: no memory\nits log")
+            if kind == refused:
+                raise UserError(f"{job.mode.label}: tree_args: wanted less, got more")
             drafts = NO_DRAFTS if kind in ("plain", idle) else DRAFTS
             ids = [1, 2, 9] if kind == "chain" else [1, 2, 3]
             cells = [
-                cell(b, r, SPEEDS[kind] * (1 + 0.1 * r), ids, drafts)
+                cell(b, r, SPEEDS[kind] * (1 + 0.1 * r), ids, drafts) | {"num_steps": steps}
                 for b in job.batches
                 for r in range(job.repeats)
             ]
@@ -60,6 +63,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[BenchJob]]:
                 on_event({"event": "measured", "measurement": measurement})
                 if kind == halts:
                     raise KeyboardInterrupt
+                if kind == broken:
+                    raise EngineError(f"{job.mode.label}: the engine failed: no memory\nits log")
             event = result([], drafts, cells=cells, num_tokens=30, graphs={})
             on_event(event)
             return event
@@ -108,14 +113,34 @@ def test_ratios_are_paired_and_equality_stands_beside_them(
     minidom.parse(str(plot))
 
 
-def test_a_failed_engine_does_not_lose_the_others(
-    flags: list[str], engines: Callable, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(("how", "code", "num_kept"), [("broken", 3, 1), ("refused", 2, 0)])
+def test_an_engine_that_ends_early_loses_nothing(
+    how: str,
+    code: int,
+    num_kept: int,
+    flags: list[str],
+    engines: Callable,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    engines(broken="chain")
-    assert main([*flags, "--tree-budget", "8"]) == 3
+    engines(**{how: "chain"})
+    out, plot = tmp_path / "x.json", tmp_path / "x.svg"
+    assert main([*flags, "--tree-budget", "8", "--json", str(out), "--plot", str(plot)]) == code
     captured = capsys.readouterr()
     assert "3.00 (3.00-3.00)" in captured.out
-    assert "no measurement of chain" in captured.err
+    assert "no whole measurement of chain" in captured.err
+    chain = json.loads(out.read_text())["modes"]["chain"]
+    assert chain["problem"].startswith("chain: ")
+    assert len(chain["cells"]) == num_kept
+    minidom.parse(str(plot))
+
+
+def test_too_few_tokens_are_no_measurement(
+    flags: list[str], engines: Callable, capsys: pytest.CaptureFixture[str]
+) -> None:
+    engines(steps=0)
+    assert main([*flags, "--tree-budget", "8"]) == 2
+    assert "--max-tokens: wanted more, so that a step decodes the whole" in capsys.readouterr().err
 
 
 def test_what_was_measured_is_kept_when_the_command_is_ended(

@@ -1,5 +1,6 @@
 """Engines side by side: who measures when, and what becomes of one that fails."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -7,7 +8,7 @@ from cli_fakes import SAMPLING, SETTINGS, scripted_child, write_model
 
 from kdtree_runner.cli import turns
 from kdtree_runner.cli.engine import Mode
-from kdtree_runner.cli.errors import UserError
+from kdtree_runner.cli.errors import EngineError, UserError
 from kdtree_runner.cli.main import main
 from kdtree_runner.cli.prompts import Prompt
 from kdtree_runner.cli.supervise import BenchJob
@@ -72,9 +73,29 @@ def test_the_others_go_on_without_one_that_failed(
 ) -> None:
     found = run(tmp_path, fails="dflash")
     assert [bool(result) for _, result, _ in found] == [True, False, True, True]
-    assert found[1][2] == "chain: the engine's process ended with exit code 5 and no result"
+    assert isinstance(found[1][2], EngineError)
+    assert str(found[1][2]).startswith("chain: the engine's process ended with exit code 5")
     assert "exit code 5" in capsys.readouterr().err
     assert len((tmp_path / "diary").read_text().splitlines()) == 3 * 4 * 2
+
+
+HANGING = """
+open(PID, 'w').write(str(os.getpid()))
+send({'event': 'ready'})
+time.sleep(600)
+"""
+
+
+def test_one_that_hangs_is_ended_at_once(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
+    command = scripted_child(tmp_path, f"PID = {str(pid)!r}\n{HANGING}")
+    heard.clear()
+    for _, _, problem in run_side_by_side(
+        jobs()[:1], tmp_path, lambda mode: heard.append, 1.0, command
+    ):
+        assert "said nothing for 1 seconds" in str(problem)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 @pytest.mark.parametrize("command", ["e2e", "step"])
