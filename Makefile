@@ -9,7 +9,7 @@ TEST_JOBS ?= 2
 NATIVE := CMakeLists.txt $(shell find csrc -type f -not -path 'csrc/tests/*')
 CXX_FILES := $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: venv demo test native-tests test-native cubins cubins-table test-python lint format native clean
+.PHONY: FORCE venv demo test native-tests test-native cubins cubins-table test-python lint format native clean
 
 venv: $(VENV)/.package
 
@@ -20,9 +20,15 @@ $(VENV)/.requirements: requirements/cpu.txt
 	$(BIN)/pip install --disable-pip-version-check --no-deps -r $<
 	touch $@
 
+# What the native library is built with: other settings build it anew.
+CUDA_SETTINGS := KDTREE_CUDA=$(or $(KDTREE_CUDA),OFF) KDTREE_CUDA_ARCH='$(KDTREE_CUDA_ARCH)'
+$(VENV)/.settings: FORCE | $(VENV)/.requirements
+	@echo "$(CUDA_SETTINGS)" | cmp -s - $@ || echo "$(CUDA_SETTINGS)" > $@
+FORCE:
+
 # In place: Python files are used where they lie, and the native library is built into the package.
 # This environment is a CPU's: its library has the CUDA operators only if KDTREE_CUDA asks for them.
-$(VENV)/.package: $(VENV)/.requirements pyproject.toml setup.py $(NATIVE)
+$(VENV)/.package: $(VENV)/.requirements $(VENV)/.settings pyproject.toml setup.py $(NATIVE)
 	KDTREE_CUDA=$(or $(KDTREE_CUDA),OFF) $(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
@@ -36,7 +42,8 @@ test: test-native cubins test-python
 # With the CUDA operators where there is an nvcc; a GPU is not needed to build them.
 native-tests: venv
 	$(BIN)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DKDTREE_TESTS=ON -DKDTREE_CUDA=$(or $(KDTREE_CUDA),AUTO)
+	  -DKDTREE_TESTS=ON -DKDTREE_CUDA=$(or $(KDTREE_CUDA),AUTO) \
+	  -DKDTREE_CUDA_ARCH='$(or $(KDTREE_CUDA_ARCH),90a;100f;120f)'
 	$(BIN)/cmake --build build/tests
 
 test-native: native-tests

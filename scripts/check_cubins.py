@@ -211,7 +211,7 @@ def failures_of(kernels: list[Kernel], uses_dynamic: set[str]) -> list[str]:
             failures.append(
                 f"{name}: dynamic shared memory that kdtree_cuda_shared_memory() does not name"
             )
-    if kernels and not any(re.search(ATTENTION, kernel.name) for kernel in kernels):
+    if not any(re.search(ATTENTION, kernel.name) for kernel in kernels):
         failures.append(f"no kernel {ATTENTION}: c++filt is missing, or the name is another one")
     return failures
 
@@ -281,6 +281,9 @@ def main(argv: list[str] | None = None) -> int:
         print("no cuobjdump: give --cuobjdump, or install a CUDA toolkit or Triton")
         return 2
     kernels = read(arguments.cuobjdump, library)
+    if not kernels:
+        print(f"check_cubins: {arguments.cuobjdump} read no kernel in {library}", file=sys.stderr)
+        return 2
     version = compiler(library)
     block = f"nvcc {version}.\n\n{table(kernels)}\n"
     print(block)
@@ -296,4 +299,8 @@ def main(argv: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (OSError, ValueError, AttributeError, subprocess.CalledProcessError) as error:
+        print(f"check_cubins: {error}", file=sys.stderr)  # a wrong file, or none
+        sys.exit(2)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import shlex
 import statistics
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +26,7 @@ from typing import Any
 from kdtree_runner.sharding import rank_share
 from kdtree_runner.spread_routing import distinct_experts
 
+SHARES = (1, 2, 4, 8, 16)  # ranks that Kimi K2.6 divides by
 LAYERS = 61  # of Kimi K2.6, the first without experts
 MIN_LAYERS = 8  # so that the drafter's six target layers are six
 ALL_REDUCES = 2  # of a layer, after attention and after the experts
@@ -154,11 +156,15 @@ def make(args: argparse.Namespace) -> None:
     lines = "".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in prompts)
     (args.out / "prompts.jsonl").write_text(lines)
     extra = '{"load_format": "dummy", "skip_tokenizer_init": true}'
+    target, drafter, prompts_file, report = (
+        shlex.quote(str(args.out / name))
+        for name in ("target", "drafter", "prompts.jsonl", "e2e.json")
+    )
     print(
-        f"kdtree bench e2e --model {args.out}/target --drafter {args.out}/drafter "
-        f"--prompts {args.out}/prompts.jsonl --spread-routing --dtype bfloat16 "
+        f"kdtree bench e2e --model {target} --drafter {drafter} "
+        f"--prompts {prompts_file} --spread-routing --dtype bfloat16 "
         f"--max-model-len 4096 --max-tokens 48 --num-prompts 1 --repeats 3 "
-        f"--engine-args '{extra}' --json {args.out}/e2e.json"
+        f"--engine-args '{extra}' --json {report}"
     )
 
 
@@ -241,7 +247,13 @@ def main() -> None:
     args = parser.parse_args()
     if getattr(args, "layers", MIN_LAYERS) < MIN_LAYERS:
         parser.error(f"--layers: wanted at least {MIN_LAYERS}, got {args.layers}")
-    args.run(args)
+    if getattr(args, "share_of", 1) not in SHARES:
+        parser.error(f"--share-of: wanted one of {SHARES}, got {args.share_of}")
+    try:
+        args.run(args)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # a wrong report, or none
+        what = [str(getattr(args, name)) for name in ("shallow", "deep", "out") if name in args]
+        parser.error(f"{', '.join(what)}: {type(error).__name__}: {error}")
 
 
 if __name__ == "__main__":

@@ -126,3 +126,20 @@ def test_a_library_for_the_cpu_alone(capsys: pytest.CaptureFixture[str]) -> None
     assert load_script().main(arguments) == 2
     assert load_script().main([*arguments, "--skip-cpu"]) == 0
     assert "skipped" in capsys.readouterr().out
+
+
+def test_reading_no_kernel_is_no_success(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = load_script()
+    monkeypatch.setattr(script, "read_dynamic_shared", lambda library: {"attend_kernel": 1})
+    assert script.main(["--lib", "some.so", "--cuobjdump", "/bin/true"]) == 2
+    assert "read no kernel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("library", ["/etc/passwd", "/nowhere"])
+def test_a_wrong_file(library: str) -> None:
+    checked = subprocess.run([sys.executable, SCRIPT, "--lib", library], capture_output=True)
+    assert checked.returncode == 2
+    assert checked.stderr.startswith(b"check_cubins: ")
+    assert b"Traceback" not in checked.stderr

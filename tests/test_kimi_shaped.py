@@ -98,6 +98,34 @@ def test_make_and_project(
     assert "ASSUMED 10 us" in lines[-1]
 
 
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["make", "{}", "--share-of", "3"], "--share-of: wanted one of"),
+        (["make", "{}", "--share-of", "0"], "--share-of: wanted one of"),
+        (["make", "{}", "--layers", "7"], "--layers: wanted at least 8, got 7"),
+        (["project", "{}/none.json", "{}/none.json"], "none.json"),
+        (["project", "{}/odd.json", "{}/odd.json"], "odd.json"),
+    ],
+)
+def test_mistakes(
+    script: ModuleType,
+    arguments: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "odd.json").write_text("{}")
+    folder = str(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["kimi_shaped.py", *(a.format(folder) for a in arguments)])
+    with pytest.raises(SystemExit) as end:
+        script.main()
+    assert end.value.code == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
 def test_distinct_experts() -> None:
     assert distinct_experts(384, 8, 1) == pytest.approx(8, rel=0.01)
     assert distinct_experts(384, 8, 17) == pytest.approx(116, rel=0.02)
