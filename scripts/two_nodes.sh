@@ -28,8 +28,9 @@ check() {
     missing "wanted a kernel and a container that allow namespaces and veth devices: $said"
 }
 
-in_namespaces() {  # a network, shared memory and process numbers that end with this script
-  setpriv --pdeathsig KILL \
+# To be called in a subshell, which becomes the command: a child of this script, killed with it.
+in_namespaces() {
+  exec setpriv --pdeathsig KILL \
     unshare --net --mount --ipc --uts --pid --fork --kill-child --mount-proc "$@"
 }
 
