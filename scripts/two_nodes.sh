@@ -7,7 +7,7 @@
 #
 # Linux namespaces give each a network interface, a loopback device, a host name, shared memory and
 # /run of its own, with Ray's files in it; the disk and the processors are shared. They end with
-# this script however it ends, and with them every process, file and interface that was made.
+# this script however it ends, and with them every process, interface and file of Ray.
 # The exit status is the command's; 2 if something is missing.
 set -euo pipefail
 
