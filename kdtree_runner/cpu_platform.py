@@ -68,6 +68,11 @@ class TreeCpuPlatform(CpuPlatform):
             parallel.distributed_executor_backend = CpuRayExecutor
 
     @classmethod
+    def get_device_communicator_cls(cls) -> str:
+        """vLLM's, which then serves ranks of several machines, too."""
+        return "kdtree_runner.cpu_communicator.TreeCpuCommunicator"
+
+    @classmethod
     def register_triton_kernel_overrides(cls) -> None:
         """vLLM's, kept from objects that its scan of all modules trips over."""
         with _without_odd_modules():

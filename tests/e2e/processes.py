@@ -33,16 +33,21 @@ def user_environment(**changes: str) -> dict[str, str]:
 
 
 def run_example(
-    name: str, requests: Sequence[Request], tmp_path: Path, **arguments: Any
+    name: str,
+    requests: Sequence[Request],
+    tmp_path: Path,
+    launcher: Sequence[Path] = (),
+    **arguments: Any,
 ) -> tuple[dict[str, Any], str]:
     """Run an example and more requests on its engine: what run_example.py writes, and its output.
 
-    arguments: of LLM, beside those of the example.
+    launcher: the command that runs it. arguments: of LLM, beside those of the example.
     """
     given, result = tmp_path / "in.json", tmp_path / "out.json"
     asked = [{"prompt": r.prompt, "options": dict(r.options)} for r in requests]
     given.write_text(json.dumps({"arguments": arguments, "requests": asked}))
-    command = [sys.executable, Path(__file__).with_name("run_example.py"), EXAMPLES / name]
+    script = Path(__file__).with_name("run_example.py")
+    command = [*launcher, sys.executable, script, EXAMPLES / name]
     done = subprocess.run(
         [str(c) for c in (*command, given, result)],
         env=user_environment(VLLM_ALLOW_INSECURE_SERIALIZATION="1"),  # sends tree_digest to ranks

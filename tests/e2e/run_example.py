@@ -4,15 +4,17 @@
 
 IN.json: "arguments", more arguments of LLM; "requests", each a prompt's token ids and the options
 of its SamplingParams. OUT.json: "tokens" of each completion of each request; "states", the digest
-of each rank's trees after them; "gathered", shapes that each rank put into gathers;
-"backend", how the workers were started.
+of each rank's trees after them; "gathered", shapes that each rank put into gathers; "places", where
+each rank is; "backend", how the workers were started.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import runpy
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -52,6 +54,25 @@ def gathered(worker: Any) -> list[tuple[int, ...]]:
     return sorted(worker.gathered)
 
 
+def place(worker: Any) -> dict[str, Any]:
+    """The machine of this rank, as the system and Ray name it, and what its ranks speak through."""
+    from vllm.distributed import get_tp_group
+
+    link = getattr(get_tp_group().device_communicator, "dist_module", None)
+    found = {
+        "host": socket.gethostname(),
+        "network": os.readlink("/proc/self/ns/net"),
+        "memory": os.stat("/dev/shm").st_dev,
+        "link": getattr(link, "__name__", type(link).__name__),
+    }
+    if "ray" in sys.modules and sys.modules["ray"].is_initialized():
+        import ray
+
+        found["node"] = ray.get_runtime_context().get_node_id()
+        found["address"] = ray.util.get_node_ip_address()
+    return found
+
+
 def main() -> None:
     example, given, result = sys.argv[1:]
     asked = json.loads(Path(given).read_text())
@@ -74,6 +95,7 @@ def main() -> None:
         "tokens": [[list(c.token_ids) for c in output.outputs] for output in outputs],
         "states": llm.collective_rpc(tree_digest),
         "gathered": llm.collective_rpc(gathered),
+        "places": llm.collective_rpc(place),
         "backend": backend if isinstance(backend, str) else backend.__name__,
     }
     Path(result).write_text(json.dumps(answer))

@@ -19,5 +19,6 @@ def test_ray_example(baseline: Baseline, prompts: list[tuple[int, ...]], tmp_pat
     assert answer["tokens"] == [tokens(o) for o in baseline(requests)]
     assert len(answer["states"]) == 2
     assert len(set(answer["states"])) == 1, "the ranks grew different trees"
+    assert {place["link"] for place in answer["places"]} == {"_CPUSHMDistributed"}
     assert answer["backend"] == "CpuRayExecutor"
     assert "def read_lines(path):" in printed
