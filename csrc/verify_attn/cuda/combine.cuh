@@ -94,8 +94,7 @@ __global__ void __launch_bounds__(32 * kCombineWarps)
     for (int j = 0; j < kInFlight; j++) {
       const int index = first + j;  // of this warp's splits
       if (index >= kWarpSplits) continue;
-      const float w =
-          __shfl_sync(~0u, weight[index / 4], index % 4 * kCombineWarps + warp);
+      const float w = __shfl_sync(~0u, weight[index / 4], index % 4 * kCombineWarps + warp);
       if (index * kCombineWarps + warp >= num_splits) continue;
       weight_sum = __fadd_rn(weight_sum, w);
       const uint32_t pairs[4] = {part[j].x, part[j].y, part[j].z, part[j].w};
