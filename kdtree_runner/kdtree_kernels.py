@@ -13,10 +13,10 @@ the package.
 
 from __future__ import annotations
 
-try:
+if __name__.startswith("kdtree_runner."):
     from kdtree_runner import kdtree_kernels_cache as cache
     from kdtree_runner import kdtree_kernels_tree as tree
-except ModuleNotFoundError:  # outside the package
+else:  # outside the package, even where it is installed: the files beside this one
     import kdtree_kernels_cache as cache  # type: ignore[import-not-found, no-redef]
     import kdtree_kernels_tree as tree  # type: ignore[import-not-found, no-redef]
 

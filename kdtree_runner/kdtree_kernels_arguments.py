@@ -11,9 +11,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-try:
+if __name__.startswith("kdtree_runner."):
     from kdtree_runner import native
-except ModuleNotFoundError:  # outside the package
+else:  # outside the package, even where it is installed: the files beside this one
     import native  # type: ignore[import-not-found, no-redef]
 
 DTYPES = {

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-try:
+if __name__.startswith("kdtree_runner."):
     from kdtree_runner import kdtree_kernels_arguments as args
     from kdtree_runner import native
-except ModuleNotFoundError:  # outside the package
+else:  # outside the package, even where it is installed: the files beside this one
     import kdtree_kernels_arguments as args  # type: ignore[import-not-found, no-redef]
     import native  # type: ignore[import-not-found, no-redef]
 
