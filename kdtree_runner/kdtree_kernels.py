@@ -1,10 +1,15 @@
 """The operators as plain functions over Torch tensors, for engines other than vLLM too.
 
-They check shapes and types, then hand data pointers and the current stream to the C interface,
-csrc/include/kdtree.h, whose names of sizes these are: B requests, N nodes, T = 1 + N, L horizon,
-K candidates, R rows of the tree state, A = L + 1, H heads, S vocabulary shards. All of them write
-into their arguments and return nothing; none allocates (but build_ddtree its scratch) or
-synchronises, and all may be captured in a CUDA graph. The library is the package's, or KDTREE_LIB.
+They check shapes, types and that all tensors are on one device, then hand data pointers and the
+current stream to the C interface, csrc/include/kdtree.h, whose names of sizes these are: B
+requests, N nodes, T = 1 + N, L horizon, K candidates, R rows of the tree state, A = L + 1, H heads,
+S vocabulary shards. All of them write into their arguments and return nothing; none makes a tensor
+(but build_ddtree its scratch) or synchronises, and all may be captured in a CUDA graph. The library
+is the package's, or KDTREE_LIB.
+
+Values of index tensors (starts, slots, tree rows) are checked on the CPU alone, so that nothing is
+read or written past a tensor's end. A GPU's are never read: there they are the caller's
+responsibility.
 
 They stand in kdtree_kernels_tree.py and kdtree_kernels_cache.py; this file is their face. It needs
 Torch, the other kdtree_kernels_*.py and native.py alone: these files also work side by side outside
