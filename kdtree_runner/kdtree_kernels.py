@@ -8,8 +8,8 @@ S vocabulary shards. All of them write into their arguments and return nothing; 
 is the package's, or KDTREE_LIB.
 
 Values of index tensors (starts, slots, tree rows) are checked on the CPU alone, so that nothing is
-read or written past a tensor's end. A GPU's are never read: there they are the caller's
-responsibility.
+read or written past a tensor's end; kv_commit's slots only in steps of up to 256 tokens. A GPU's
+are never read: there they are the caller's responsibility.
 
 They stand in kdtree_kernels_tree.py and kdtree_kernels_cache.py; this file is their face. It needs
 Torch, the other kdtree_kernels_*.py and native.py alone: these files also work side by side outside
