@@ -36,7 +36,6 @@ constexpr int64_t kLatentDim = 512;
 constexpr int64_t kMaxPath = KDTREE_MAX_DEPTH + 1;
 constexpr int64_t kMaxHeads = 128;
 constexpr int64_t kMaxThreads = 1024;
-constexpr int64_t kMaxInt32 = INT32_MAX;
 
 // Runs `run` on valid parameters; no exception leaves the library.
 template <class Params, class Run>
@@ -65,7 +64,7 @@ void check_candidates(Checker& check, const kdtree_candidates_params& p) {
                 "logits_dtype", "0 (float32) or 1 (bfloat16)", p.logits_dtype);
   check.at_least("rows", p.rows, 0);
   check.in_range("vocab_size", p.vocab_size, 1, KDTREE_MAX_VOCAB);
-  check.in_range("vocab_offset", p.vocab_offset, 0, kMaxInt32 - p.vocab_size);
+  check.in_range("vocab_offset", p.vocab_offset, 0, KDTREE_MAX_VOCAB - int64_t{p.vocab_size});
   check.in_range("topk", p.topk, 1, KDTREE_MAX_TOPK);
   if (p.rows == 0) return;
   check.require(p.rows == 1 || p.logits_row_stride >= p.vocab_size, "logits_row_stride",

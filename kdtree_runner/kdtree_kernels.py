@@ -1,10 +1,15 @@
 """The operators as plain functions over Torch tensors, for engines other than vLLM too.
 
-They check shapes and types, then hand data pointers and the current stream to the C interface,
-csrc/include/kdtree.h, whose names of sizes these are: B requests, N nodes, T = 1 + N, L horizon,
-K candidates, R rows of the tree state, A = L + 1, H heads, S vocabulary shards. All of them write
-into their arguments and return nothing; none allocates (but build_ddtree its scratch) or
-synchronises, and all may be captured in a CUDA graph. The library is the package's, or KDTREE_LIB.
+They check shapes, types and that all tensors are on one device, then hand data pointers and the
+current stream to the C interface, csrc/include/kdtree.h, whose names of sizes these are: B
+requests, N nodes, T = 1 + N, L horizon, K candidates, R rows of the tree state, A = L + 1, H heads,
+S vocabulary shards. All of them write into their arguments and return nothing; none makes a tensor
+(but build_ddtree its scratch) or synchronises, and all may be captured in a CUDA graph. The library
+is the package's, or KDTREE_LIB.
+
+Values of index tensors (starts, slots, tree rows) are checked on the CPU alone, so that nothing is
+read or written past a tensor's end; kv_commit's slots only in steps of up to 256 tokens. A GPU's
+are never read: there they are the caller's responsibility.
 
 They stand in kdtree_kernels_tree.py and kdtree_kernels_cache.py; this file is their face. It needs
 Torch, the other kdtree_kernels_*.py and native.py alone: these files also work side by side outside
@@ -13,10 +18,10 @@ the package.
 
 from __future__ import annotations
 
-try:
+if __name__.startswith("kdtree_runner."):
     from kdtree_runner import kdtree_kernels_cache as cache
     from kdtree_runner import kdtree_kernels_tree as tree
-except ModuleNotFoundError:  # outside the package
+else:  # outside the package, even where it is installed: the files beside this one
     import kdtree_kernels_cache as cache  # type: ignore[import-not-found, no-redef]
     import kdtree_kernels_tree as tree  # type: ignore[import-not-found, no-redef]
 

@@ -210,14 +210,19 @@ OPERATORS: dict[str, type[Structure]] = {
 def library_path() -> Path:
     """Where the library is: beside this file, unless KDTREE_LIB names another one."""
     override = os.environ.get("KDTREE_LIB")
-    return Path(override) if override else Path(__file__).with_name(LIBRARY)
+    if not override:
+        return Path(__file__).with_name(LIBRARY)
+    # The loader looks for a name without a slash in its own folders, and Path drops a "./".
+    if os.sep in override or os.path.exists(override):
+        return Path(override).absolute()
+    return Path(override)
 
 
 @functools.cache
 def load() -> ctypes.CDLL:
     """The library, with the types of its functions set.
 
-    Raises ImportError when it is missing or of another ABI.
+    Raises ImportError when it is missing, of another ABI or without a function.
     """
     path = library_path()
     remedy = "`pip install` of kdtree-runner builds it"
@@ -232,11 +237,14 @@ def load() -> ctypes.CDLL:
     version = lib.kdtree_version().decode()
     if not version.endswith(f"+abi{ABI_VERSION}"):
         raise ImportError(f"{path} must have ABI {ABI_VERSION}, got version {version}")
-    for name, params in OPERATORS.items():
-        getattr(lib, name).argtypes = (POINTER(params),)
-    lib.kdtree_verify_attn_workspace.argtypes = (POINTER(VerifyAttnParams),)
-    lib.kdtree_verify_attn_workspace.restype = c_size_t
-    lib.kdtree_set_cpu_threads.argtypes = (c_int32,)
+    try:
+        for name, params in OPERATORS.items():
+            getattr(lib, name).argtypes = (POINTER(params),)
+        lib.kdtree_verify_attn_workspace.argtypes = (POINTER(VerifyAttnParams),)
+        lib.kdtree_verify_attn_workspace.restype = c_size_t
+        lib.kdtree_set_cpu_threads.argtypes = (c_int32,)
+    except AttributeError as error:  # its text is the name of the function
+        raise ImportError(f"{path} lacks a function of its version ({error}); {remedy}") from error
     return lib
 
 

@@ -7,10 +7,12 @@ tensors go to the same C interface.
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Callable
-from typing import ParamSpec
+from typing import Any, ParamSpec
 
 import torch
+from torch import Tensor
 
 from kdtree_runner import kdtree_kernels as kernels
 
@@ -25,7 +27,7 @@ P = ParamSpec("P")
 def _operator(*outputs: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Register a function as the operator of its name, for CPU and CUDA; `outputs` are written to.
 
-    What comes in its place calls torch.ops.kdtree.<name>, whose fake does nothing.
+    What comes in its place calls torch.ops.kdtree.<name>, whose fake only looks at devices.
     """
 
     def register(function: Callable[P, None]) -> Callable[P, None]:
@@ -33,7 +35,7 @@ def _operator(*outputs: str) -> Callable[[Callable[P, None]], Callable[P, None]]
         LIB.define(name + torch.library.infer_schema(function, mutates_args=outputs))
         for key in ("CPU", "CUDA"):
             LIB.impl(name, function, key)
-        torch.library.register_fake(f"kdtree::{name}", lambda *args, **kwargs: None, lib=LIB)
+        torch.library.register_fake(f"kdtree::{name}", _fake(function), lib=LIB)
         overload = getattr(torch.ops.kdtree, name).default
 
         @functools.wraps(function)
@@ -43,6 +45,26 @@ def _operator(*outputs: str) -> Callable[[Callable[P, None]], Callable[P, None]]
         return call
 
     return register
+
+
+def _fake(function: Callable[..., None]) -> Callable[..., None]:
+    """A fake that refuses tensors of several devices.
+
+    One meta tensor among others is enough for Torch's dispatcher to call the fake alone.
+    """
+    signature = inspect.signature(function)
+
+    def fake(*args: Any, **kwargs: Any) -> None:
+        devices = {}
+        for name, value in signature.bind(*args, **kwargs).arguments.items():
+            for tensor in value if isinstance(value, list) else (value,):
+                if isinstance(tensor, Tensor):
+                    devices[tensor.device] = name
+        if len(devices) > 1:
+            found = ", ".join(f"{name} on {device}" for device, name in devices.items())
+            raise ValueError(f"all tensors must be on one device, got {found}")
+
+    return fake
 
 
 _TREE_OUTPUTS = (

@@ -2,9 +2,17 @@
  *
  * Five operators of draft-tree speculative decoding (DDTree, arXiv 2604.12989) over raw pointers:
  * no Torch, no Python. Every operator takes one parameter struct, writes into memory that the
- * caller owns and returns a status. It never allocates, never synchronises, never exits the process
- * and never throws. On a status other than KDTREE_OK, kdtree_last_error() of the calling thread
- * names the argument, what was wanted and what came.
+ * caller owns and returns a status. It never synchronises with a GPU, never exits the process and
+ * never throws. On a status other than KDTREE_OK, kdtree_last_error() of the calling thread names
+ * the argument, what was wanted and what came.
+ *
+ * No operator allocates memory for its data. The CPU's start threads: the first call with work for
+ * several starts them, at most as many as kdtree_set_cpu_threads() says, and they stay for later
+ * calls until the process ends. A call returns when its work is done.
+ *
+ * Values in index arrays (starts, slots, tree rows) are the caller's responsibility. On a GPU none
+ * is looked at. On the CPU they are checked as far as the struct tells, starts for order, indices
+ * for sign; it does not tell where most of the arrays end.
  *
  * Names: B requests, N tree nodes without the root (the budget), T = 1 + N verify tokens, L drafter
  * horizon, D <= L depth, A = L + 1 entries of an ancestor list, R rows of the tree state (request
@@ -82,7 +90,7 @@ typedef struct kdtree_candidates_params {
   int64_t logits_row_stride;
   int32_t rows;         /* B * L */
   int32_t vocab_size;   /* V of this shard */
-  int32_t vocab_offset; /* token id of column 0 */
+  int32_t vocab_offset; /* token id of column 0; with V at most KDTREE_MAX_VOCAB */
   int32_t topk;         /* K in [1, 64] */
   float* values;        /* out [rows, K] */
   int32_t* ids;         /* out [rows, K], global token ids */
@@ -114,8 +122,9 @@ typedef struct kdtree_select_params {
   const int32_t* ids;        /* [num_shards, B * L, K] */
   const kdtree_lse* lse;     /* [num_shards, B * L] */
   const uint8_t* chain_only; /* [R] by tree row, or NULL: none */
-  const int32_t* tree_rows;  /* [B] row of the tree state that request b writes, -1: none written,
-                                and what else b gets must not be used; NULL: row b */
+  const int32_t* tree_rows;  /* [B] row of the tree state that request b writes, no two the same
+                                (not checked); -1: none written, and what else b gets must not be
+                                used; NULL: row b */
   const int64_t* base;       /* [B] position of the root, or NULL when positions is NULL */
   int32_t num_tree_rows;     /* R */
   int64_t* tokens;           /* out [B, N] in batch order */
@@ -277,7 +286,7 @@ KDTREE_API kdtree_status kdtree_set_cpu_threads(int32_t num_threads);
 /* Largest number of tokens a request that verify_attn takes as a tree: 256. Chains have no such
  * bound. */
 KDTREE_API int32_t kdtree_max_qlen(void);
-/* "0.1.0+abi1" and so on: the product's version, then KDTREE_ABI_VERSION. */
+/* The product's version, then KDTREE_ABI_VERSION: "0.1.0+abi3". */
 KDTREE_API const char* kdtree_version(void);
 /* Devices built in: "cpu" or "cpu;cuda:90a,100f,120f,120". An architecture without a letter is PTX,
  * for GPUs to come. */

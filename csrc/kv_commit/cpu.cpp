@@ -59,6 +59,7 @@ void move_rows(const Moves& moves, char* layer, int64_t row_bytes) {
 
 kdtree_status check_paths(const kdtree_commit_params& p) {
   Checker check("kdtree_kv_commit");
+  check.at_least("query_start_loc[0]", p.query_start_loc[0], 0);
   for (int b = 0; b < p.batch; ++b) {
     const int64_t num_rows = int64_t{p.query_start_loc[b + 1]} - p.query_start_loc[b];
     check.in_range("num_emitted[b]", p.num_emitted[b], 0, std::min<int64_t>(p.max_path, num_rows));

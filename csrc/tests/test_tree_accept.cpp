@@ -156,6 +156,13 @@ void test_what_an_engine_keeps() {
     CHECK(num_sampled[b] == (goes_on ? 0 : got.num_emitted[b]));
     CHECK(num_rejected[b] == (goes_on ? 0 : num_rows - got.num_emitted[b]));
   }
+  std::vector<int32_t> short_queries(query_start_loc.size(), 0);
+  p.query_start_loc = short_queries.data();
+  CHECK_ERROR(kdtree_tree_accept(&p), KDTREE_INVALID_ARGUMENT, "query tokens of a request must be");
+  p.query_start_loc = query_start_loc.data();
+  slots[3] = -1;
+  CHECK_ERROR(kdtree_tree_accept(&p), KDTREE_INVALID_ARGUMENT, "slots[b] must be at least 0");
+  slots[3] = 16;
   std::vector<int32_t> counts(size_t(2 * p.tree_width), 0), want_counts = counts;
   p.node_counts = counts.data();
   for (size_t b = 0; b < 20; ++b) {

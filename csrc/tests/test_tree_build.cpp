@@ -297,6 +297,10 @@ void test_errors() {
   CHECK_ERROR(kdtree_build_candidates(&c), KDTREE_INVALID_ARGUMENT,
               "kdtree_build_candidates: topk must be in [1, 64], got 65");
   c = candidates;
+  c.vocab_offset = KDTREE_MAX_VOCAB - 9;
+  CHECK_ERROR(kdtree_build_candidates(&c), KDTREE_INVALID_ARGUMENT,
+              "vocab_offset must be in [0, 262134], got 262135");
+  c = candidates;
   c.logits = nullptr;
   CHECK_ERROR(kdtree_build_candidates(&c), KDTREE_INVALID_ARGUMENT, "logits must be a pointer");
   c = candidates;

@@ -40,10 +40,18 @@ int walk_path(const Walk& walk, int max_path, int32_t* path) {
 
 kdtree_status check_rows(const kdtree_accept_params& p) {
   Checker check("kdtree_tree_accept");
-  check.require(p.row_start[0] >= 0, "row_start[0]", "at least 0", p.row_start[0]);
+  check.at_least("row_start[0]", p.row_start[0], 0);
+  if (p.query_start_loc != nullptr) {
+    check.at_least("query_start_loc[0]", p.query_start_loc[0], 0);
+  }
   for (int b = 0; b < p.batch; ++b) {
     const int64_t num_rows = int64_t{p.row_start[b + 1]} - p.row_start[b];
     check.require(num_rows >= 0, "row_start", "ascending, difference of two entries", num_rows);
+    if (p.query_start_loc != nullptr) {
+      const int64_t query_len = int64_t{p.query_start_loc[b + 1]} - p.query_start_loc[b];
+      check.at_least("slots[b]", p.slots[b], 0);
+      check.at_least("query tokens of a request", query_len, num_rows);
+    }
     if (p.tree_rows == nullptr) continue;
     check.at_least("tree_rows[b]", p.tree_rows[b], -1);
     if (p.tree_rows[b] >= 0) check.in_range("rows of a tree", num_rows, 0, p.tree_width);

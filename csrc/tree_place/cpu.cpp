@@ -9,6 +9,10 @@ namespace {
 
 kdtree_status check_rows(const kdtree_place_params& p) {
   Checker check("kdtree_tree_place");
+  if (p.batch > 0) {
+    check.at_least("query_start_loc[0]", p.query_start_loc[0], 0);
+    check.at_least("row_start[0]", p.row_start[0], 0);
+  }
   for (int b = 0; b < p.batch; ++b) {
     const int64_t num_rows = int64_t{p.row_start[b + 1]} - p.row_start[b];
     const int64_t query_len = int64_t{p.query_start_loc[b + 1]} - p.query_start_loc[b];

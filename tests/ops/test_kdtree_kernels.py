@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import torch
+
 from kdtree_runner import kdtree_kernels, native, ops
 
 SCRIPT = """
@@ -23,23 +25,30 @@ assert not {"vllm", "kdtree_runner"} & set(sys.modules)
 """
 
 
-def test_the_files_alone_are_enough(tmp_path: Path) -> None:
+def run_outside(tmp_path: Path, *options: str, path: list[str]) -> None:
+    """SCRIPT beside copies of the files. `path`: further folders to import from."""
     package = Path(native.__file__).parent
-    for path in (package / "native.py", *package.glob("kdtree_kernels*.py")):
-        shutil.copy(path, tmp_path)
-    # What an installed package offers is hidden: -S leaves site-packages out, Torch's is named.
-    import torch
-
-    torch_home = Path(torch.__file__).parent.parent
-    (tmp_path / "kdtree_runner.py").write_text("raise ModuleNotFoundError('hidden')")
+    for file in (package / "native.py", *package.glob("kdtree_kernels*.py")):
+        shutil.copy(file, tmp_path)
     environment = {
         **os.environ,
         "KDTREE_LIB": str(native.library_path().resolve()),
-        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(torch_home)]),
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), *path]),
     }
-    command = [sys.executable, "-S", "-c", SCRIPT]
+    command = [sys.executable, *options, "-c", SCRIPT]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+
+
+def test_the_files_alone_are_enough(tmp_path: Path) -> None:
+    """What an installed package offers is hidden: -S leaves site-packages out, Torch's is named."""
+    (tmp_path / "kdtree_runner.py").write_text("raise ModuleNotFoundError('hidden')")
+    run_outside(tmp_path, "-S", path=[str(Path(torch.__file__).parent.parent)])
+
+
+def test_an_installed_package_is_left_alone(tmp_path: Path) -> None:
+    """Its files may be of another version than those beside the one that is imported."""
+    run_outside(tmp_path, path=[str(Path(native.__file__).parent.parent)])
 
 
 def test_every_operator_is_registered() -> None:

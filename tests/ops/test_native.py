@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _ctypes
 import ctypes
+import os
 import re
 import shutil
 import subprocess
@@ -43,6 +44,7 @@ def test_constants() -> None:
 def test_version() -> None:
     version = native.load().kdtree_version().decode()
     assert version == f"{kdtree_runner.__version__}+abi{native.ABI_VERSION}"
+    assert f'"{version}"' in HEADER.read_text()  # the example there
     assert native.build_info().split(";")[0] == "cpu"
 
 
@@ -104,6 +106,38 @@ def test_kdtree_lib_names_another_library(monkeypatch: pytest.MonkeyPatch) -> No
     assert native.library_path().name == native.LIBRARY
     monkeypatch.setenv("KDTREE_LIB", "/elsewhere/lib.so")
     assert str(native.library_path()) == "/elsewhere/lib.so"
+
+
+@pytest.mark.parametrize("name", ["lib.so", "./lib.so", "../here/lib.so"])
+def test_kdtree_lib_may_be_relative(tmp_path: Path, name: str) -> None:
+    (tmp_path / "here").mkdir()
+    shutil.copy(native.library_path(), tmp_path / "here" / "lib.so")
+    code = "import kdtree_runner.native as n; n.load()"
+    environment = {**os.environ, "KDTREE_LIB": name}
+    subprocess.run([sys.executable, "-c", code], env=environment, cwd=tmp_path / "here", check=True)
+
+
+def test_a_bare_name_that_is_no_file_is_left_to_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KDTREE_LIB", "libelsewhere.so")
+    assert str(native.library_path()) == "libelsewhere.so"
+
+
+def test_a_library_without_an_operator_is_an_import_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler = shutil.which("cc")
+    if compiler is None:
+        pytest.skip("no C compiler")
+    version = native.load().kdtree_version().decode()
+    names = ("version", "build_info", "last_error")
+    lines = [f'const char* kdtree_{name}(void) {{ return "{version}"; }}' for name in names]
+    lines += [f"void {name}(void) {{}}" for name in native.OPERATORS if "place" not in name]
+    source, library = tmp_path / "lib.c", tmp_path / "lib.so"
+    source.write_text("\n".join(lines))
+    subprocess.check_call([compiler, "-shared", "-fPIC", str(source), "-o", str(library)])
+    monkeypatch.setenv("KDTREE_LIB", str(library))
+    with pytest.raises(ImportError, match=rf"{library} lacks .*kdtree_tree_place"):
+        native.load.__wrapped__()
 
 
 def test_cuda_is_refused_by_a_cpu_build() -> None:

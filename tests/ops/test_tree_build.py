@@ -354,7 +354,7 @@ def test_empty_batch() -> None:
     "kwargs, message",
     [
         ({"num_nodes": 256}, r"kdtree_build_ddtree: num_nodes must be in \[1, 255\], got 256"),
-        ({"topk": 65}, r"kdtree_build_ddtree: topk must be in \[1, 64\], got 65"),
+        ({"topk": 65}, r"topk must be in \[1, 64\], got 65"),
         ({"horizon": 33}, r"kdtree_build_ddtree: horizon must be in \[1, 32\], got 33"),
     ],
 )
