@@ -46,6 +46,9 @@ become() {  # node's name, its address
 }
 
 start_first() {
+  # Ray asks for a token where this user has one, and another node brings it only when told to.
+  RAY_AUTH_TOKEN=$(cat /proc/sys/kernel/random/uuid)
+  export RAY_AUTH_MODE=token RAY_AUTH_TOKEN
   become first "$subnet.1"
   ip netns add second
   ip link add "$device" type veth peer name "$device" netns second
