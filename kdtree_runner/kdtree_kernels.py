@@ -1,7 +1,7 @@
 """The operators as plain functions over Torch tensors, for engines other than vLLM too.
 
-They check shapes, types and that all tensors are on one device, then hand data pointers and the
-current stream to the C interface, csrc/include/kdtree.h, whose names of sizes these are: B
+They check shapes, types and that all tensors are on the CPU or all on GPUs, then hand data pointers
+and the current stream to the C interface, csrc/include/kdtree.h, whose names of sizes these are: B
 requests, N nodes, T = 1 + N, L horizon, K candidates, R rows of the tree state, A = L + 1, H heads,
 S vocabulary shards. All of them write into their arguments and return nothing; none makes a tensor
 (but build_ddtree its scratch) or synchronises, and all may be captured in a CUDA graph. The library

@@ -110,7 +110,7 @@ def _check_requests(
         num_table_rows < batch
         or block_table.dtype is not torch.int32
         or block_table.stride(1) != 1
-        or block_table.device != device
+        or block_table.device.type != device.type
     ):
         args.check_device("block_table", block_table, device)
         wanted = f"torch.int32 of at least {batch} contiguous rows"

@@ -48,7 +48,7 @@ def _operator(*outputs: str) -> Callable[[Callable[P, None]], Callable[P, None]]
 
 
 def _fake(function: Callable[..., None]) -> Callable[..., None]:
-    """A fake that refuses tensors of several devices.
+    """A fake that refuses tensors of several kinds of devices.
 
     One meta tensor among others is enough for Torch's dispatcher to call the fake alone.
     """
@@ -59,10 +59,10 @@ def _fake(function: Callable[..., None]) -> Callable[..., None]:
         for name, value in signature.bind(*args, **kwargs).arguments.items():
             for tensor in value if isinstance(value, list) else (value,):
                 if isinstance(tensor, Tensor):
-                    devices[tensor.device] = name
+                    devices[tensor.device.type] = name
         if len(devices) > 1:
             found = ", ".join(f"{name} on {device}" for device, name in devices.items())
-            raise ValueError(f"all tensors must be on one device, got {found}")
+            raise ValueError(f"all tensors must be on one kind of device, got {found}")
 
     return fake
 
