@@ -18,12 +18,13 @@ PROMPT = "def read_lines(path):\n    with open(path) as "
 
 def main() -> None:
     from vllm import LLM, SamplingParams
+    from vllm.platforms import current_platform
 
     llm = LLM(
         model=str(PAIR / "target"),
         tensor_parallel_size=2,
         distributed_executor_backend="ray",
-        dtype="float32",
+        dtype="float32" if current_platform.is_cpu() else "bfloat16",
         max_model_len=1024,
         max_num_seqs=8,
         kv_cache_memory_bytes=64 << 20,  # of each worker
