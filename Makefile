@@ -21,15 +21,15 @@ $(VENV)/.requirements: requirements/cpu.txt
 	touch $@
 
 # What the native library is built with: other settings build it anew.
-CUDA_SETTINGS := KDTREE_CUDA=$(or $(KDTREE_CUDA),OFF) KDTREE_CUDA_ARCH='$(KDTREE_CUDA_ARCH)'
+VENV_CUDA := $(or $(KDTREE_CUDA),OFF)
 $(VENV)/.settings: FORCE | $(VENV)/.requirements
-	@echo "$(CUDA_SETTINGS)" | cmp -s - $@ || echo "$(CUDA_SETTINGS)" > $@
+	@echo "$(VENV_CUDA) $(KDTREE_CUDA_ARCH)" | cmp -s - $@ || echo "$(VENV_CUDA) $(KDTREE_CUDA_ARCH)" > $@
 FORCE:
 
 # In place: Python files are used where they lie, and the native library is built into the package.
 # This environment is a CPU's: its library has the CUDA operators only if KDTREE_CUDA asks for them.
 $(VENV)/.package: $(VENV)/.requirements $(VENV)/.settings pyproject.toml setup.py $(NATIVE)
-	KDTREE_CUDA=$(or $(KDTREE_CUDA),OFF) $(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	KDTREE_CUDA=$(VENV_CUDA) $(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
 	touch $@
 
 native: venv
@@ -42,8 +42,7 @@ test: test-native cubins test-python
 # With the CUDA operators where there is an nvcc; a GPU is not needed to build them.
 native-tests: venv
 	$(BIN)/cmake -S . -B build/tests -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja \
-	  -DKDTREE_TESTS=ON -DKDTREE_CUDA=$(or $(KDTREE_CUDA),AUTO) \
-	  -DKDTREE_CUDA_ARCH='$(or $(KDTREE_CUDA_ARCH),90a;100f;120f)'
+	  -DKDTREE_TESTS=ON -UKDTREE_CUDA -UKDTREE_CUDA_ARCH
 	$(BIN)/cmake --build build/tests
 
 test-native: native-tests

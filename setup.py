@@ -14,8 +14,8 @@ from setuptools.command.build import build
 
 ROOT = Path(__file__).parent.resolve()
 LIBRARY = "libkdtree_kernels_c.so"
-# What the environment may set, see cmake/cuda.cmake.
-SETTINGS = {"KDTREE_CUDA": "AUTO", "KDTREE_CUDA_ARCH": "90a;100f;120f"}
+# cmake/cuda.cmake reads them from the environment, not from an earlier build in the same folder.
+SETTINGS = ("KDTREE_CUDA", "KDTREE_CUDA_ARCH")
 
 
 def tool(name: str) -> str:
@@ -42,10 +42,8 @@ class BuildNative(Command):
         build_dir = ROOT / "build" / "native"
         build_dir.mkdir(parents=True, exist_ok=True)
         configure = [tool("cmake"), "-S", str(ROOT), "-B", str(build_dir), "-G", "Ninja"]
-        # Always given, so that a build folder does not remember another call's.
-        settings = {name: os.environ.get(name, default) for name, default in SETTINGS.items()}
-        settings["CMAKE_MAKE_PROGRAM"] = tool("ninja")
-        subprocess.check_call([*configure, *(f"-D{n}={v}" for n, v in settings.items())])
+        configure += [f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}", *(f"-U{name}" for name in SETTINGS)]
+        subprocess.check_call(configure)
         subprocess.check_call(
             [tool("cmake"), "--build", str(build_dir), "--target", "kdtree_kernels_c"]
         )

@@ -1,7 +1,8 @@
 # The GPU's side of the library, compiled where there is an nvcc; a GPU is not needed.
 #   KDTREE_CUDA       AUTO (the default): if an nvcc is found; ON: fail without one; OFF: CPU only
 #   KDTREE_CUDA_ARCH  targets, "90a;100f;120f" or some of them
-# The environment gives the defaults. Sets KDTREE_CUDA_ARCHS, the targets built for, "" for none.
+# The environment gives the defaults; -UKDTREE_CUDA -UKDTREE_CUDA_ARCH makes a build folder forget
+# what another call gave. Sets KDTREE_CUDA_ARCHS, the targets built for, "" for none.
 
 function(kdtree_setting name default what)
   if(DEFINED ENV{${name}})

@@ -32,7 +32,7 @@ if [ "$do_build" = 1 ]; then
   cmake=$(tool cmake) || { echo "no cmake: pip install cmake, or use --prebuilt" >&2; exit 2; }
   ninja=$(tool ninja) || { echo "no ninja: pip install ninja, or use --prebuilt" >&2; exit 2; }
   "$cmake" -S . -B "$build" -G Ninja -DCMAKE_MAKE_PROGRAM="$ninja" -DKDTREE_TESTS=ON \
-    -DKDTREE_CUDA="${KDTREE_CUDA:-AUTO}" -DKDTREE_CUDA_ARCH="${KDTREE_CUDA_ARCH:-90a;100f;120f}"
+    -UKDTREE_CUDA -UKDTREE_CUDA_ARCH
   "$cmake" --build "$build"
 fi
 [ "$do_test" = 1 ] || exit 0

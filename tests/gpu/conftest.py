@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
 from kdtree_runner import native
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))  # engines.py
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -1,23 +1,15 @@
 """DDTree in vLLM on a GPU, in batch-invariant mode: the baseline's tokens, and a step never waits.
 
-Needs vLLM's CUDA wheel. The mode must be chosen before vLLM is imported, which no other test of
-this folder does.
+Needs vLLM's CUDA wheel.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from engines import (
     EnginePool,
     assert_equal,
@@ -29,29 +21,10 @@ from engines import (
     scheduler,
 )
 
-HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
-if HAS_VLLM:  # nowhere else: the other tests' engines start in the same process
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
+from . import lossless
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not HAS_VLLM, reason="no vLLM for CUDA"),
-]
-
-# Without the compiler, which takes a minute.
-GRAPHS = {
-    "mode": 0,
-    "cudagraph_mode": "FULL_DECODE_ONLY",
-}
-# A share of the card: others may use it too.
-SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16",
-    "kv_cache_memory_bytes": 1 << 30,
-    "gpu_memory_utilization": 0.1,
-}
+pytestmark = lossless.MARKS
+SETTINGS = lossless.SETTINGS | {"kv_cache_memory_bytes": 1 << 30}
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +39,7 @@ def get(pool: EnginePool) -> Callable[..., Any]:
     """An engine by mode, captured or eager."""
 
     def make(mode: str, graphs: bool, **settings: Any) -> Any:
-        how = {"enforce_eager": False, "compilation_config": GRAPHS} if graphs else {}
+        how = {"enforce_eager": False, "compilation_config": lossless.GRAPHS} if graphs else {}
         if mode != "tree":
             how["attention_backend"] = "KDTREE_MLA"
         return pool.get(mode, **SETTINGS, **how, **settings)  # type: ignore[arg-type]

@@ -5,17 +5,10 @@ Needs vLLM's CUDA wheel, and for two ranks two GPUs and Ray. A few minutes.
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "e2e"))
-
 from engines import (
     EnginePool,
     Request,
@@ -28,30 +21,20 @@ from engines import (
     sampled,
 )
 
+from . import lossless
+
+pytestmark = lossless.MARKS
+
 NUM_GPUS = torch.cuda.device_count()
-HAS_VLLM = NUM_GPUS > 0 and importlib.util.find_spec("vllm") is not None
-if HAS_VLLM:  # nowhere else: the other tests' engines start in the same process
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    os.environ.setdefault("VLLM_BATCH_INVARIANT", "1")
-
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.slow,
-    pytest.mark.skipif(not HAS_VLLM, reason="no vLLM for CUDA"),
-]
-
 BATCH = 32
 NUM_PROMPTS, MAX_TOKENS = 64, 256
 ALONE = 4  # requests of each kind that run by themselves
-SETTINGS: dict[str, Any] = {
-    "dtype": "bfloat16",
+SETTINGS: dict[str, Any] = lossless.SETTINGS | {
     "max_model_len": 1024,
     "max_num_seqs": BATCH,
     "kv_cache_memory_bytes": 2 << 30,
-    "gpu_memory_utilization": 0.1,  # others may use the card too
     "enforce_eager": False,
-    "compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"},
+    "compilation_config": lossless.GRAPHS,
 }
 RANKS: dict[int, dict[str, Any]] = {
     1: {},
