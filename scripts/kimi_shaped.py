@@ -229,14 +229,28 @@ def project(args: argparse.Namespace) -> None:
     )
 
 
+def number_of_layers(text: str) -> int:
+    """For --layers."""
+    if not text.isdecimal() or int(text) < MIN_LAYERS:
+        raise argparse.ArgumentTypeError(f"wanted at least {MIN_LAYERS}, got {text}")
+    return int(text)
+
+
+def number_of_ranks(text: str) -> int:
+    """For --share-of."""
+    if text not in map(str, SHARES):
+        raise argparse.ArgumentTypeError(f"wanted one of {SHARES}, got {text}")
+    return int(text)
+
+
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     commands = parser.add_subparsers(required=True)
     command = commands.add_parser("make")
     command.add_argument("out", type=Path)
-    command.add_argument("--layers", type=int, default=MIN_LAYERS)
-    command.add_argument("--share-of", type=int, default=8, metavar="TP")
+    command.add_argument("--layers", type=number_of_layers, default=MIN_LAYERS)
+    command.add_argument("--share-of", type=number_of_ranks, default=8, metavar="TP")
     command.add_argument("--no-int4", action="store_true", help="experts in bfloat16")
     command.set_defaults(run=make)
     command = commands.add_parser("project")
@@ -245,10 +259,6 @@ def main() -> None:
     command.add_argument("--all-reduce-us", type=float, default=20.0)
     command.set_defaults(run=project)
     args = parser.parse_args()
-    if getattr(args, "layers", MIN_LAYERS) < MIN_LAYERS:
-        parser.error(f"--layers: wanted at least {MIN_LAYERS}, got {args.layers}")
-    if getattr(args, "share_of", 1) not in SHARES:
-        parser.error(f"--share-of: wanted one of {SHARES}, got {args.share_of}")
     try:
         args.run(args)
     except (OSError, ValueError, KeyError, TypeError) as error:  # a wrong report, or none
