@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kdtree_runner.cli.demo import default_model
-from kdtree_runner.cli.engine import EngineSettings, Mode
+from kdtree_runner.cli.engine import ADAPT, EngineSettings, Mode
 from kdtree_runner.cli.errors import CommandError, EngineError, ExitCode, UserError, wanted
 from kdtree_runner.cli.options import BUDGETS
 from kdtree_runner.cli.prompts import Prompt
@@ -29,13 +29,12 @@ if TYPE_CHECKING:
     from kdtree_runner.cli.render import EngineProgress
     from kdtree_runner.cli.supervise import BenchJob
 
-ADAPT = "tree_budget_adapt"  # is the mode's
 SHARED_MEMORY = 0.9  # of a GPU, for all engines that live side by side
 
 
 def run(args: argparse.Namespace) -> ExitCode:
     """One engine a mode, each with all batch sizes; then a table, and a picture if asked for."""
-    from kdtree_runner.cli.bench_e2e_report import Comparison, ModeRun
+    from kdtree_runner.cli.bench_e2e_report import Comparison
     from kdtree_runner.cli.render import EngineProgress
     from kdtree_runner.cli.supervise import BenchJob
 
@@ -70,14 +69,13 @@ def run(args: argparse.Namespace) -> ExitCode:
             report.add(mode, cell)
             save_json(args.json, report)  # nothing is lost if this command is ended
 
-        for mode, result, problem in run_each(args, jobs, logs, progress, total, keep):
-            if result is None:
-                report.fail(mode, problem)
+        for mode, outcome in run_each(args, jobs, logs, progress, total, keep):
+            if isinstance(outcome, CommandError):
+                report.fail(mode, outcome)
+                problems[mode.label] = outcome
             else:
-                report.put(ModeRun.from_result(mode, result))
+                report.finish(mode, outcome)
             save_json(args.json, report)
-            if problem is not None:
-                problems[mode.label] = problem
         print(report.table())
         print(f"\n{report.conditions()}\nall engines: {time.perf_counter() - started:.0f} s")
         save_plot(args.plot, report)
@@ -112,8 +110,8 @@ def run_each(
     progress: EngineProgress,
     total: int,
     keep: Callable[[Mode, dict[str, Any]], None],
-) -> Iterator[tuple[Mode, dict[str, Any] | None, CommandError | None]]:
-    """The jobs one after another, or side by side: mode, result, or why there is none.
+) -> Iterator[tuple[Mode, dict[str, Any] | CommandError]]:
+    """The jobs one after another, or side by side: mode, and result or why there is none.
 
     keep: gets every measurement as soon as it is made. An engine that fails is told of at once; the
     others are worth having.
@@ -136,12 +134,10 @@ def run_each(
         return
     for job in jobs:
         try:
-            result = run_job(job, logs, listener(job.mode), args.timeout)
+            yield job.mode, run_job(job, logs, listener(job.mode), args.timeout)
         except CommandError as error:
             print(error, file=sys.stderr)
-            yield job.mode, None, error
-        else:
-            yield job.mode, result, None
+            yield job.mode, error
 
 
 def raise_problems(problems: Mapping[str, CommandError], logs: Path) -> None:

@@ -140,22 +140,25 @@ class Comparison:
     repeats: int
     command: list[str]
     side_by_side: bool = False
-    runs: list[ModeRun] = field(default_factory=list)
+    by_mode: dict[Mode, ModeRun] = field(default_factory=dict)
 
-    def put(self, run: ModeRun) -> None:
+    @property
+    def runs(self) -> list[ModeRun]:
+        return list(self.by_mode.values())
+
+    def finish(self, mode: Mode, result: Mapping[str, Any]) -> None:
         """An engine's whole run, in the place of what was known of it."""
-        index = next((i for i, r in enumerate(self.runs) if r.mode == run.mode), len(self.runs))
-        self.runs[index : index + 1] = [run]
+        self.by_mode[mode] = ModeRun.from_result(mode, result)
 
     def add(self, mode: Mode, cell: Mapping[str, Any]) -> None:
         """One measurement of an engine that goes on."""
-        known = next((run for run in self.runs if run.mode == mode), ModeRun(mode))
-        self.put(replace(known, cells=[*known.cells, Cell(**cell)]))
+        known = self.by_mode.get(mode, ModeRun(mode))
+        self.by_mode[mode] = replace(known, cells=[*known.cells, Cell(**cell)])
 
-    def fail(self, mode: Mode, problem: Exception | None) -> None:
+    def fail(self, mode: Mode, problem: Exception) -> None:
         """An engine that ended early; what it had measured stays."""
-        known = next((run for run in self.runs if run.mode == mode), ModeRun(mode))
-        self.put(replace(known, problem=str(problem).splitlines()[0]))
+        known = self.by_mode.get(mode, ModeRun(mode))
+        self.by_mode[mode] = replace(known, problem=str(problem).splitlines()[0])
 
     def empty(self) -> list[str]:
         """Measurements without a step that decodes the whole batch."""

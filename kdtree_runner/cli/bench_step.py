@@ -53,13 +53,13 @@ def run(args: argparse.Namespace) -> ExitCode:
             report.results.setdefault(mode.label, {"batches": []})["batches"].append(found)
             save_json(args.json, report)  # nothing is lost if this command is ended
 
-        for mode, result, problem in run_each(args, jobs, logs, progress, 0, keep):
-            if problem is not None:
-                problems[mode.label] = problem
+        for mode, outcome in run_each(args, jobs, logs, progress, 0, keep):
+            if isinstance(outcome, CommandError):
+                problems[mode.label] = outcome
                 report.failed[mode.label] = report.results.pop(mode.label, {"batches": []})
-                report.failed[mode.label]["problem"] = str(problem).splitlines()[0]
-            elif result is not None:
-                report.results[mode.label] = result
+                report.failed[mode.label]["problem"] = str(outcome).splitlines()[0]
+            else:
+                report.results[mode.label] = outcome
             save_json(args.json, report)
         for batch in batches:
             print(f"\n{report.table(batch)}")

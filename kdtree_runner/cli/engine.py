@@ -15,6 +15,7 @@ Kind = Literal["plain", "chain", "tree"]
 # GiB. On a CPU vLLM would take half of the machine's memory for the cache, and zero it.
 CPU_KV_CACHE_GIB = 0.25
 NUM_LOGPROBS = 2  # the baseline's two best tokens: their gap tells a tie from a divergence
+ADAPT = "tree_budget_adapt"  # of a tree's speculative config: what Mode.adapt says
 CONTROL_BATCH = 8  # max_num_seqs of the control when the baseline's is 1
 
 
@@ -154,7 +155,7 @@ def speculative_config(mode: Mode, settings: EngineSettings) -> dict[str, Any] |
     if settings.horizon is not None:
         speculation["num_speculative_tokens"] = settings.horizon
     if mode.kind == "tree":
-        adapt = {} if mode.adapt is None else {"tree_budget_adapt": mode.adapt}
+        adapt = {} if mode.adapt is None else {ADAPT: mode.adapt}
         speculation |= {**settings.tree, "tree_budget": mode.budget, **adapt}
     return speculation
 

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
 
 from kdtree_runner.cli.engine import Mode
 from kdtree_runner.cli.errors import CommandError
@@ -19,43 +18,40 @@ def run_side_by_side(
     listener: Callable[[Mode], Callable[[Event], None]],
     timeout: float,
     command: tuple[str, ...] = CHILD,
-) -> Iterator[tuple[Mode, dict[str, Any] | None, CommandError | None]]:
+) -> Iterator[tuple[Mode, Event | CommandError]]:
     """All engines start at once; then each in turn makes one measurement, and rests meanwhile.
 
     jobs: with `turns`, of as many measurements each. listener: what an engine's events go to. Every
     other round runs backwards, so that no engine always follows the same one. Yields as
-    bench_e2e.run_each does: mode, result, and in its place why there is none.
+    bench_e2e.run_each does: mode, and result or why there is none.
     """
-    problems: dict[Mode, CommandError] = {}
-    results: dict[Mode, Event] = {}
+    outcomes: dict[Mode, Event | CommandError] = {}
     with ExitStack() as stack:
         processes = [
             stack.enter_context(EngineProcess(job, logs, timeout, command)) for job in jobs
         ]
         on_event = {job.mode: listener(job.mode) for job in jobs}
 
-        def listen(process: EngineProcess, until: str) -> Event:
-            """The event, or {} once the engine has failed."""
+        def listen(process: EngineProcess, until: str) -> None:
+            """Until the event has come, or the engine has failed."""
             mode = process.job.mode
-            if mode in problems:
-                return {}
+            if isinstance(outcomes.get(mode), CommandError):
+                return
+            if until == "measured":
+                process.give_turn()
             try:
-                return process.listen(on_event[mode], until)
+                outcomes[mode] = process.listen(on_event[mode], until)
             except CommandError as error:
                 print(error, file=sys.stderr)
-                problems[mode] = error
+                outcomes[mode] = error
                 process.close()  # one that hangs would disturb the others
-                return {}
 
         for process in processes:
             listen(process, "ready")
         for turn in range(max(job.num_turns for job in jobs)):
             for process in processes if turn % 2 == 0 else reversed(processes):
-                if process.job.mode not in problems:
-                    process.give_turn()
                 listen(process, "measured")
         for process in processes:
-            results[process.job.mode] = listen(process, "result")
+            listen(process, "result")
     for job in jobs:
-        problem = problems.get(job.mode)
-        yield job.mode, results[job.mode] if problem is None else None, problem
+        yield job.mode, outcomes[job.mode]

@@ -60,8 +60,8 @@ def run(tmp_path: Path, fails: str = "") -> list:
 def test_one_measures_at_a_time_and_every_other_round_runs_backwards(tmp_path: Path) -> None:
     found = run(tmp_path)
     names = ["plain", "dflash", "ddtree", "ddtree+"]
-    assert [mode for mode, _, _ in found] == MODES
-    assert [result["name"] for _, result, _ in found] == names
+    assert [mode for mode, _ in found] == MODES
+    assert [result["name"] for _, result in found] == names
     rounds = [names, names[::-1], names, names[::-1]]
     want = [f"{name} {what}" for order in rounds for name in order for what in ("begins", "ends")]
     assert (tmp_path / "diary").read_text().splitlines() == want
@@ -72,9 +72,9 @@ def test_the_others_go_on_without_one_that_failed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     found = run(tmp_path, fails="dflash")
-    assert [bool(result) for _, result, _ in found] == [True, False, True, True]
-    assert isinstance(found[1][2], EngineError)
-    assert str(found[1][2]).startswith("chain: the engine's process ended with exit code 5")
+    assert [isinstance(result, dict) for _, result in found] == [True, False, True, True]
+    assert isinstance(found[1][1], EngineError)
+    assert str(found[1][1]).startswith("chain: the engine's process ended with exit code 5")
     assert "exit code 5" in capsys.readouterr().err
     assert len((tmp_path / "diary").read_text().splitlines()) == 3 * 4 * 2
 
@@ -90,7 +90,7 @@ def test_one_that_hangs_is_ended_at_once(tmp_path: Path) -> None:
     pid = tmp_path / "pid"
     command = scripted_child(tmp_path, f"PID = {str(pid)!r}\n{HANGING}")
     heard.clear()
-    for _, _, problem in run_side_by_side(
+    for _, problem in run_side_by_side(
         jobs()[:1], tmp_path, lambda mode: heard.append, 1.0, command
     ):
         assert "said nothing for 1 seconds" in str(problem)
