@@ -17,21 +17,28 @@ from kdtree_runner.cli.svg import Drawing, Panel, Point, draw_panels
 class Cell:
     """One batch size in one repeat: all waves of it together.
 
-    seconds, num_steps, num_tokens: of the steps in which the whole batch decodes. wall_seconds: of
+    step_seconds, num_tokens: of the steps in which the whole batch decodes. wall_seconds: of
     everything, prompts and the last requests' ends included. token_ids: of each request.
     num_from_cache: waves whose prompts may have been in the prefix cache.
     """
 
     batch: int
     repeat: int
-    seconds: float
-    num_steps: int
+    step_seconds: list[float]
     num_tokens: int
     wall_seconds: float
     first_token_seconds: list[float]
     token_ids: list[list[int]]
     acceptance: dict[str, Any]
     num_from_cache: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return sum(self.step_seconds)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.step_seconds)
 
     @property
     def tokens_per_second(self) -> float:
@@ -47,6 +54,10 @@ class Cell:
         return 1e3 * self.seconds / self.num_steps if self.num_steps else 0.0
 
     @property
+    def median_step_ms(self) -> float:
+        return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else 0.0
+
+    @property
     def first_token_ms(self) -> float:
         return 1e3 * statistics.median(self.first_token_seconds)
 
@@ -60,6 +71,7 @@ class Cell:
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_step": self.tokens_per_step,
             "step_ms": self.step_ms,
+            "median_step_ms": self.median_step_ms,
             "first_token_ms": self.first_token_ms,
             "wall_tokens_per_second": self.wall_tokens_per_second,
         }
@@ -103,6 +115,26 @@ class ModeRun:
         """The repeats of a batch size, in order."""
         return [cell for cell in self.cells if cell.batch == batch]
 
+    def quiet_step_ms(self, batch: int) -> float:
+        """The lower quartile of the repeats' median steps: of a machine without other work."""
+        steps = [cell.median_step_ms for cell in self.at(batch) if cell.num_steps]
+        if len(steps) < 2:
+            return steps[0] if steps else 0.0
+        return statistics.quantiles(steps, n=4, method="inclusive")[0]
+
+    def quiet_tokens_per_second(self, batch: int) -> float:
+        """What the quiet step makes of the tokens of a step."""
+        step = self.quiet_step_ms(batch)
+        per_step = statistics.median(cell.tokens_per_step for cell in self.at(batch))
+        return 1e3 * batch * per_step / step if step else 0.0
+
+    def quiet_ratio(self, other: ModeRun | None, batch: int) -> float | None:
+        """Of the two's quiet rates."""
+        if other is None or not other.at(batch):
+            return None
+        rate = other.quiet_tokens_per_second(batch)
+        return self.quiet_tokens_per_second(batch) / rate if rate else None
+
     def ratio(self, other: ModeRun | None, batch: int) -> Spread | None:
         """Tokens a second as a multiple of the other's on the same prompts, repeat by repeat."""
         if other is None:
@@ -123,7 +155,19 @@ def num_equal(cells: Sequence[Cell], others: Sequence[Cell]) -> tuple[int, int]:
     return equal, total
 
 
-HEADS = ("batch", "mode", "tok/s", "tok/step", "ms/step", "TTFT ms", "x plain", "x chain", "equal")
+HEADS = (
+    "batch",
+    "mode",
+    "tok/s",
+    "tok/step",
+    "ms/step",
+    "quiet ms",
+    "TTFT ms",
+    "x plain",
+    "x chain",
+    "quiet x chain",
+    "equal",
+)
 
 
 @dataclass
@@ -206,6 +250,7 @@ class Comparison:
                 if not cells:
                     continue
                 equal = self.equal(run, batch)
+                quiet = run.quiet_ratio(chain if run is not chain else None, batch)
                 rows.append(
                     [
                         str(batch),
@@ -213,9 +258,11 @@ class Comparison:
                         f"{_median(c.tokens_per_second for c in cells):.0f}",
                         f"{_median(c.tokens_per_step for c in cells):.2f}",
                         f"{_median(c.step_ms for c in cells):.2f}",
+                        f"{run.quiet_step_ms(batch):.2f}",
                         f"{_median(c.first_token_ms for c in cells):.1f}",
                         _shown(run.ratio(plain if run is not plain else None, batch)),
                         _shown(run.ratio(chain if run is not chain else None, batch)),
+                        "-" if quiet is None else f"{quiet:.2f}",
                         f"{equal[0]} of {equal[1]}" if equal else "-",
                     ]
                 )
@@ -263,6 +310,8 @@ class Comparison:
                 f"versions: {packages}",
                 "tok/s, tok/step (a request) and ms/step: of the steps in which every request of "
                 "the batch decodes",
+                "quiet ms: lower quartile of the repeats' median steps; quiet x chain: tok/step "
+                "over it, divided by the chain's: without the host's time for other work",
                 f"equal: requests whose tokens are those of plain decoding at batch {least}",
                 *(warning if cached else []),
             ]
@@ -309,6 +358,8 @@ class Comparison:
             str(batch): {
                 "plain": _as_dict(run.ratio(plain, batch)),
                 "chain": _as_dict(run.ratio(chain, batch)),
+                "quiet_plain": run.quiet_ratio(plain, batch),
+                "quiet_chain": run.quiet_ratio(chain, batch),
                 "equal": self.equal(run, batch),
             }
             for batch in self.batches

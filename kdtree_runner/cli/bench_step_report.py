@@ -77,6 +77,9 @@ class StepReport:
             times = [self.engine_ms(label, batch, part) for label in self.results]
             if any(times):
                 rows.append([f"{part} on the host", *(f"{time:.3f}" for time in times)])
+        launches = [sum(f["profile"]["launches"].values()) for f in found]
+        if any(launches):
+            rows.append(["launches by the host", *(f"{number:.1f}" for number in launches)])
         per_step = [f["num_tokens"] / f["num_steps"] / batch for f in found]
         rows.append(["tokens a step", *(f"{tokens:.2f}" for tokens in per_step)])
         head = [f"batch {batch}, ms", *bars]
@@ -113,6 +116,7 @@ class StepReport:
                 "with no GPU the host's time in profiled steps",
                 "runner on the host: of a profiled step, calls that wait for the GPU taken out; "
                 "schedule and outputs: the engine around it",
+                "launches by the host: kernels, copies and graphs that it starts in a step",
             ]
         )
 

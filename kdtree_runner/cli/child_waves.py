@@ -41,14 +41,12 @@ class Wave:
         ]
 
     @property
-    def middle(self) -> tuple[float, int, int]:
-        """Seconds, steps and tokens of the steps in which every request decodes."""
+    def middle(self) -> tuple[list[float], int]:
+        """Seconds of each step in which every request decodes, and the tokens of them all."""
         begin, last = max(self.first_token), len(self.ends) if self.last is None else self.last
-        steps = [k for k in range(last) if self.ends[k] > begin]
-        if not steps:
-            return 0.0, 0, 0
-        seconds = self.ends[steps[-1]] - begin
-        return seconds, len(steps), sum(sum(self.counts[k]) for k in steps)
+        steps = [k for k in range(1, last) if self.ends[k] > begin]
+        tokens = sum(sum(self.counts[k]) for k in steps)
+        return [self.ends[k] - self.ends[k - 1] for k in steps], tokens
 
 
 def run_wave(llm: Any, prompts: list[list[int]], sampling: dict[str, Any], name: str) -> Wave:
@@ -120,13 +118,12 @@ def _warm_up(llm: Any, prompts: list[list[int]], job: dict[str, Any], batch: int
 
 
 def _cell(batch: int, repeat: int, waves: list[Wave]) -> dict[str, Any]:
-    seconds, steps, tokens = (sum(part) for part in zip(*(w.middle for w in waves), strict=True))
+    middles = [wave.middle for wave in waves]
     return {
         "batch": batch,
         "repeat": repeat,
-        "seconds": seconds,
-        "num_steps": steps,
-        "num_tokens": tokens,
+        "step_seconds": [second for seconds, _ in middles for second in seconds],
+        "num_tokens": sum(tokens for _, tokens in middles),
         "wall_seconds": sum(wave.ends[-1] for wave in waves),
         "first_token_seconds": [second for wave in waves for second in wave.first_token],
         "num_from_cache": sum(wave.from_cache for wave in waves),

@@ -44,6 +44,7 @@ OWN_KERNELS = {
 }
 GPU_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+LAUNCHES = re.compile(r"Launch|^(cuda|cu)Mem(cpy|set)")
 WAITS = re.compile(r"Synchronize|^cudaMemcpy$")  # calls in which the host waits for the GPU
 MAX_NAME = 90  # characters of a kernel's name that are kept
 MAX_KERNELS = 12  # of a part that are listed
@@ -67,7 +68,8 @@ class Profile:
 
     device: busy time of the GPU by part, each moment counted once. host: time of the host in each
     part's ranges, ranges within them taken out. waits: of that, calls that wait for the GPU.
-    kernels: name, time and number, by part. step: wall time of a profiled step.
+    kernels: name, time and number, by part. launches: kernels, copies and graphs that the host
+    starts in each part. step: wall time of a profiled step.
     """
 
     num_steps: int
@@ -76,6 +78,7 @@ class Profile:
     device: dict[str, float] = field(default_factory=dict)
     host: dict[str, float] = field(default_factory=dict)
     kernels: dict[str, list[tuple[str, float, float]]] = field(default_factory=dict)
+    launches: dict[str, float] = field(default_factory=dict)
 
 
 def summarize(events: Iterable[Event], skip: int) -> Profile:
@@ -160,6 +163,11 @@ def _add_device(profile: Profile, events: Sequence[Event], owners: Owners, begin
     )
     device: dict[str, float] = defaultdict(float)
     kernels: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0]))
+    launched: dict[str, int] = defaultdict(int)
+    for event in launches.values():
+        if event["ts"] >= begin and LAUNCHES.search(event["name"]):
+            launched[owners.part(event.get("tid"), event["ts"])] += 1
+    profile.launches = {part: number / profile.num_steps for part, number in launched.items()}
     covered = begin
     for activity in activities:
         launch = launches.get(activity.get("args", {}).get("correlation"))

@@ -9,9 +9,9 @@ import pytest
 from cli_fakes import DRAFTS, NO_DRAFTS, result, write_model
 
 from kdtree_runner.cli import supervise
-from kdtree_runner.cli.bench_e2e_report import Spread
+from kdtree_runner.cli.bench_e2e_report import Cell, ModeRun, Spread
 from kdtree_runner.cli.child_waves import Wave
-from kdtree_runner.cli.engine import engine_environment
+from kdtree_runner.cli.engine import Mode, engine_environment
 from kdtree_runner.cli.errors import EngineError, UserError
 from kdtree_runner.cli.main import main
 from kdtree_runner.cli.supervise import BenchJob
@@ -24,8 +24,7 @@ def cell(batch: int, repeat: int, speed: float, ids: list[int], acceptance: dict
     return {
         "batch": batch,
         "repeat": repeat,
-        "seconds": 10.0 / speed,
-        "num_steps": 5,
+        "step_seconds": [2.0 / speed] * 5,
         "num_tokens": 10,
         "wall_seconds": 1.0,
         "first_token_seconds": [0.02, 0.04],
@@ -55,7 +54,8 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[BenchJob]]:
             drafts = NO_DRAFTS if kind in ("plain", idle) else DRAFTS
             ids = [1, 2, 9] if kind == "chain" else [1, 2, 3]
             cells = [
-                cell(b, r, SPEEDS[kind] * (1 + 0.1 * r), ids, drafts) | {"num_steps": steps}
+                cell(b, r, SPEEDS[kind] * (1 + 0.1 * r), ids, drafts)
+                | {"step_seconds": [2.0 / SPEEDS[kind] / (1 + 0.1 * r)] * steps}
                 for b in job.batches
                 for r in range(job.repeats)
             ]
@@ -103,10 +103,11 @@ def test_ratios_are_paired_and_equality_stands_beside_them(
         [batch, mode] for batch in ("1", "4") for mode in ("plain", "chain", "tree 8", "tree 16")
     ]
     # Speeds of repeats differ, ratios do not: they are of the same repeat.
-    assert rows[0][2:] == ["110", "2.00", "18.18", "30.0", "-", "0.50 (0.50-0.50)", "-"]
-    assert rows[1][6:] == ["2.00 (2.00-2.00)", "-", "0 of 6"]
-    assert rows[2][6:] == ["3.00 (3.00-3.00)", "1.50 (1.50-1.50)", "6 of 6"]
-    assert rows[4][8] == "6 of 6"  # plain at batch 4 against itself at batch 1
+    assert rows[0][2:7] == ["110", "2.00", "18.18", "17.42", "30.0"]
+    assert rows[0][7:] == ["-", "0.50 (0.50-0.50)", "0.50", "-"]
+    assert rows[1][7:] == ["2.00 (2.00-2.00)", "-", "-", "0 of 6"]
+    assert rows[2][7:] == ["3.00 (3.00-3.00)", "1.50 (1.50-1.50)", "1.50", "6 of 6"]
+    assert rows[4][10] == "6 of 6"  # plain at batch 4 against itself at batch 1
     report = json.loads(out.read_text())
     assert report["modes"]["tree 8"]["ratios"]["4"]["chain"]["median"] == pytest.approx(1.5)
     assert report["modes"]["chain"]["backend"] is None
@@ -183,9 +184,20 @@ def test_only_steps_of_the_whole_batch_count() -> None:
     wave.counts = [[1, 0], [2, 1], [3, 3], [2, 4], [0, 5]]
     wave.last = 4  # the fifth step ended a request
     assert wave.first_token == [1.0, 2.0]
-    assert wave.middle == (2.0, 2, 12)
+    assert wave.middle == ([1.0, 1.0], 12)
     wave.last = 1
-    assert wave.middle == (0.0, 0, 0)
+    assert wave.middle == ([], 0)
+
+
+def test_a_quiet_step_leaves_other_works_time_out() -> None:
+    slow = [[0.002, 0.002, 0.050], [0.002, 0.003, 0.002], [0.009] * 3, [0.008] * 3, [0.002] * 3]
+    cells = [Cell(**cell(2, r, 1.0, [1], DRAFTS) | {"step_seconds": s}) for r, s in enumerate(slow)]
+    run = ModeRun(Mode("chain"), cells)
+    assert run.quiet_step_ms(2) == pytest.approx(2.0)
+    assert run.quiet_tokens_per_second(2) == pytest.approx(1e3 * 2 * (10 / 6) / 2.0)
+    assert run.quiet_ratio(run, 2) == 1.0
+    assert run.quiet_ratio(None, 2) is None
+    assert run.quiet_step_ms(4) == 0.0
 
 
 def test_spread() -> None:

@@ -71,6 +71,7 @@ def test_parts_of_a_step() -> None:
     }
     assert found.host == {"prepare": 20, "verify": 10, "sampler": 8, "commit": 2, "draft": 20}
     assert found.waits == 10
+    assert found.launches == {"prepare": 1, "verify": 1, "sampler": 1, "draft": 1, "other": 1}
     assert found.step == pytest.approx((400 - 200 - 20) / 2)  # to the end of the last range
     assert found.kernels["verify"][0] == ("gemm", 20, 1)
 
@@ -83,7 +84,8 @@ HOST = {"verify": 900.0, "draft": 300.0, "schedule": 100.0, "outputs": 200.0}
 
 
 def profiles(device: dict[str, float]) -> dict:
-    profile = Profile(4, 2000.0, 500.0, device, HOST)
+    launches = {"verify": 2.0, "draft": 3.5} if device else {}
+    profile = Profile(4, 2000.0, 500.0, device, HOST, launches=launches)
     found = {"batch": 1, "step_us": 1500.0, "num_tokens": 12, "num_steps": 4}
     return {"batches": [found | {"profile": asdict(profile)}], "num_tokens": 12, "graphs": {}}
 
@@ -123,6 +125,7 @@ def test_bench_step(
     assert table["schedule on the host"] == ["0.100"] * 3
     assert table["outputs on the host"] == ["0.200"] * 3
     assert table["runner on the host"] == ["0.700"] * 3
+    assert table.get("launches by the host") == (["5.5"] * 3 if device else None)
     assert table["tokens a step"] == ["3.00"] * 3
     assert set(json.loads(out.read_text())["modes"]) == {"plain", "chain", "tree 8"}
     minidom.parse(str(plot))

@@ -5,11 +5,14 @@ Needs vLLM's CUDA wheel, and for two ranks two GPUs and Ray. A few minutes.
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import (
+    PAIR,
     EnginePool,
     Request,
     assert_equal,
@@ -20,6 +23,8 @@ from engines import (
     metric,
     sampled,
 )
+
+from kdtree_runner.cli.main import main
 
 from . import lossless
 
@@ -36,10 +41,7 @@ SETTINGS: dict[str, Any] = lossless.SETTINGS | {
     "enforce_eager": False,
     "compilation_config": lossless.GRAPHS,
 }
-RANKS: dict[int, dict[str, Any]] = {
-    1: {},
-    2: {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"},
-}
+TWO_RANKS = ["--tensor-parallel-size", "2", "--executor", "ray"]
 
 
 def requests() -> tuple[list[Request], list[Request]]:
@@ -51,20 +53,16 @@ def requests() -> tuple[list[Request], list[Request]]:
     )
 
 
-@pytest.mark.parametrize(
-    "ranks",
-    [1, pytest.param(2, marks=pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two GPUs"))],
-)
-def test_every_budget_and_batch_gives_the_baselines_tokens(ranks: int) -> None:
+def test_every_budget_and_batch_gives_the_baselines_tokens() -> None:
     kinds = requests()
     pool = EnginePool(capacity=1)
     try:
-        plain = pool.get("plain", attention_backend="KDTREE_MLA", **SETTINGS, **RANKS[ranks])
+        plain = pool.get("plain", attention_backend="KDTREE_MLA", **SETTINGS)
         want = [generate(plain, kind) for kind in kinds]
         for kind, outputs in zip(kinds, want, strict=True):  # the baseline keeps its own promise
             assert_equal(generate_one_by_one(plain, kind[:ALONE]), outputs[:ALONE])
         for budget in (8, 16, 32):
-            llm = pool.get("tree", budget=budget, **SETTINGS, **RANKS[ranks])
+            llm = pool.get("tree", budget=budget, **SETTINGS)
             for kind, outputs in zip(kinds, want, strict=True):
                 assert_equal(generate(llm, kind), outputs)
                 # Now with the prompts in the prefix cache.
@@ -72,3 +70,31 @@ def test_every_budget_and_batch_gives_the_baselines_tokens(ranks: int) -> None:
             assert metric(llm, "vllm:spec_decode_num_accepted_tokens") > 0
     finally:
         pool.close()
+
+
+@pytest.mark.skipif(NUM_GPUS < 2, reason="fewer than two GPUs")
+@pytest.mark.parametrize("temperature", [0, 1])
+@pytest.mark.parametrize("batch", [1, BATCH])
+def test_two_ranks_give_the_tokens_of_two_ranks(
+    batch: int, temperature: int, tmp_path: Path
+) -> None:
+    """Over Ray, each engine in a process of its own. At batch 32 the control runs alone."""
+    report = tmp_path / "report.json"
+    prompts, control = (NUM_PROMPTS, ["--control"]) if batch > 1 else (ALONE, [])
+    status = main(
+        [
+            *("verify", "--strict", *control, "--tree-budget", "8,16,32", *TWO_RANKS),
+            *("--model", str(PAIR / "target"), "--drafter", str(PAIR / "drafter")),
+            *("--dtype", "bfloat16", "--max-model-len", str(SETTINGS["max_model_len"])),
+            *("--batch-size", str(batch), "--num-prompts", str(prompts)),
+            *("--max-tokens", str(MAX_TOKENS), "--temperature", str(temperature)),
+            *("--gpu-memory-utilization", str(SETTINGS["gpu_memory_utilization"])),
+            *("--kv-cache-gib", "2"),
+            *("--engine-args", json.dumps({"compilation_config": lossless.GRAPHS})),
+            *("--json", str(report)),
+        ]
+    )
+    found = json.loads(report.read_text())["comparisons"]
+    assert status == 0
+    assert {label: c["equal"] for label, c in found.items()} == dict.fromkeys(found, prompts)
+    assert len(found) == 3 + len(control)
