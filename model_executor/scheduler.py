@@ -1,4 +1,7 @@
-"""vLLM's schedulers with the number of drafts that the workers found to be the fastest."""
+"""vLLM's schedulers with the number of drafts that the workers found to be the fastest.
+
+And with less work for each of a step's many tokens.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
 
 # Attribute of a ModelRunnerOutput on which a worker sends its table, [max_num_seqs + 1] budgets by
 # batch size, when it has changed: with any executor outputs travel as they are.
@@ -46,9 +50,45 @@ class BudgetMixin(Scheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
 
-class TreeScheduler(BudgetMixin, Scheduler):
+class AppendMixin(Scheduler):
+    """Put between a scheduler of vLLM 0.32.0 and its base: takes a request's tokens all at once.
+
+    The base looks at each of them, which at batch 32 is as much work as half the model runner's.
+    """
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """Add the tokens of a step; returns those up to the one that ends the request, and whether.
+
+        If none but the last can end it the base sees that one alone.
+        """
+        early = new_token_ids[:-1]
+        if not early or self._may_stop_within(request, early):
+            return super()._update_request_with_output(request, new_token_ids, is_stale)
+        request.append_output_token_ids(early)
+        _, stopped = super()._update_request_with_output(request, new_token_ids[-1:], is_stale)
+        return new_token_ids, stopped
+
+    def _may_stop_within(self, request: Request, tokens: list[int]) -> bool:
+        """Whether one of these tokens may end the request: what check_stop asks, for all at once.
+
+        vLLM 0.32.0, v1/core/sched/utils.py.
+        """
+        params = request.sampling_params
+        return (
+            params is None
+            or params.repetition_detection is not None
+            or params.eos_token_id in tokens
+            or any(token in tokens for token in params.stop_token_ids or ())
+            or request.num_tokens + len(tokens) >= self.max_model_len
+            or request.num_output_tokens + len(tokens) >= request.max_tokens
+        )
+
+
+class TreeScheduler(BudgetMixin, AppendMixin, Scheduler):
     """With synchronous scheduling."""
 
 
-class TreeAsyncScheduler(BudgetMixin, AsyncScheduler):
+class TreeAsyncScheduler(BudgetMixin, AsyncScheduler, AppendMixin):
     """With asynchronous scheduling."""
