@@ -40,9 +40,11 @@ WORKERS = {  # by device type
     "cuda": "kdtree_runner.model_executor.cuda_worker.CUDATreeWorker",
 }
 
-SCHEDULERS = {  # by async_scheduling
-    False: "kdtree_runner.model_executor.scheduler.TreeScheduler",
-    True: "kdtree_runner.model_executor.scheduler.TreeAsyncScheduler",
+SCHEDULERS = {  # by tree_budget_adapt and async_scheduling
+    (False, False): "TreeScheduler",
+    (False, True): "TreeAsyncScheduler",
+    (True, False): "AdaptiveScheduler",
+    (True, True): "AdaptiveAsyncScheduler",
 }
 
 
@@ -131,15 +133,16 @@ def _adapts(user: dict[str, Any]) -> bool:
 
 
 def _set_scheduler(config: VllmConfig) -> None:
-    """The scheduler that asks the workers for the budget, once it is known whether it is async."""
+    """Ours, once it is known whether it is asynchronous; the user's own, if budgets are fixed."""
     spec, scheduler = config.speculative_config, config.scheduler_config
     assert isinstance(spec, TreeSpeculativeConfig)
-    if not spec.tree_budget_adapt:
-        return
-    if scheduler.scheduler_cls is not None:
+    adapts = spec.tree_budget_adapt
+    if scheduler.scheduler_cls is None:
+        name = SCHEDULERS[adapts, bool(scheduler.async_scheduling)]
+        scheduler.scheduler_cls = f"kdtree_runner.model_executor.scheduler.{name}"
+    elif adapts:
         wanted = "none, or speculative_config key 'tree_budget_adapt' false"
         raise UnsupportedError(f"scheduler_cls: wanted {wanted}, got {scheduler.scheduler_cls!r}")
-    scheduler.scheduler_cls = SCHEDULERS[bool(scheduler.async_scheduling)]
 
 
 def _tree_speculative_config(

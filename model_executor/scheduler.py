@@ -1,7 +1,4 @@
-"""vLLM's schedulers with the number of drafts that the workers found to be the fastest.
-
-And with less work for each of a step's many tokens.
-"""
+"""vLLM's schedulers with less work for each token, and with budgets from the workers."""
 
 from __future__ import annotations
 
@@ -86,9 +83,17 @@ class AppendMixin(Scheduler):
         )
 
 
-class TreeScheduler(BudgetMixin, AppendMixin, Scheduler):
+class TreeScheduler(AppendMixin, Scheduler):
     """With synchronous scheduling."""
 
 
-class TreeAsyncScheduler(BudgetMixin, AsyncScheduler, AppendMixin):
+class TreeAsyncScheduler(AsyncScheduler, AppendMixin):
     """With asynchronous scheduling."""
+
+
+class AdaptiveScheduler(BudgetMixin, TreeScheduler):
+    """With synchronous scheduling and budgets that follow the batch."""
+
+
+class AdaptiveAsyncScheduler(BudgetMixin, TreeAsyncScheduler):
+    """With asynchronous scheduling and budgets that follow the batch."""

@@ -105,9 +105,10 @@ def run_job(job: dict[str, Any], channel: Channel) -> None:
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     llm = make_engine(job["engine"], channel)
     prompts = tokenize(llm, job["prompts"])
-    channel.send("ready", startup_seconds=time.perf_counter() - started)
+    startup_seconds = time.perf_counter() - started
+    channel.send("ready", startup_seconds=startup_seconds)
     result = TASKS[job["task"]](llm, prompts, job, channel)
-    channel.send("result", **result, **describe(llm))
+    channel.send("result", **result, **describe(llm), startup_seconds=startup_seconds)
 
 
 def generate(

@@ -77,10 +77,12 @@ class EngineProgress:
             tokens = event.get("num_tokens", sum(len(r["token_ids"]) for r in records))
             self.progress.update(task, completed=tokens, total=tokens, phase="done")
             self._line(f"{label}: {tokens} tokens in {event['seconds']:.1f} s")
-        elif kind in ("phase", "ready"):
-            phase = "generating" if kind == "ready" else event["name"]
-            self.progress.update(task, phase=phase)
-            self._line(f"{label}: {phase}")
+        elif kind == "ready":
+            self.progress.update(task, phase="generating")
+            self._line(f"{label}: ready after {event['startup_seconds']:.0f} s, generating")
+        elif kind == "phase":
+            self.progress.update(task, phase=event["name"])
+            self._line(f"{label}: {event['name']}")
 
     def _line(self, text: str) -> None:
         if not self.console.is_terminal:

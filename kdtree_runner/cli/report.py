@@ -144,6 +144,7 @@ class Check:
             "max_model_len": result["max_model_len"],
             "devices": result["devices"],
             "attention": result["attention"],
+            "startup_seconds": result["startup_seconds"],
             "seconds": result["seconds"],
             "num_tokens": run.num_tokens,
             "num_engine_steps": result["num_engine_steps"],

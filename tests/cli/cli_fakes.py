@@ -38,6 +38,7 @@ def result(records: list[dict], acceptance: dict = NO_DRAFTS, **changes: object)
     return {
         "event": "result",
         "records": records,
+        "startup_seconds": 1.0,
         "seconds": 2.0,
         "num_engine_steps": 6,
         "acceptance": acceptance,

@@ -73,7 +73,8 @@ TREE_EVENT = {
 def test_equal(pair: list[str], engines: Callable, capsys: pytest.CaptureFixture[str]) -> None:
     jobs = engines()
     assert main(["verify", *pair, "--max-tokens", "5", "--with-chain", "--control"]) == 0
-    out = capsys.readouterr().out
+    out, err = capsys.readouterr()
+    assert "tree 16: ready after 1 s, generating" in err
     assert "tree 16: 2 equal, 0 tie, 0 divergent of 2 prompts (epsilon 0.001)" in out
     assert "differs from itself on 0 of 2 prompts" in out
     assert [job.mode.label for job in jobs] == ["tree 16", "chain", "control", "plain"]

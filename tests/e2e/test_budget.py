@@ -58,7 +58,7 @@ def shrinking(prompts: list[tuple[int, ...]]) -> list[Request]:
 def test_steps_are_timed_at_start_up(adaptive: Any) -> None:
     table = runner(adaptive)._budgets.table
     assert adaptive.llm_engine.vllm_config.scheduler_config.scheduler_cls.startswith(
-        "kdtree_runner.model_executor.scheduler.Tree"
+        "kdtree_runner.model_executor.scheduler.Adaptive"
     )
     assert isinstance(table, BudgetTable)
 

@@ -108,13 +108,23 @@ def test_speculative_config(spec: dict[str, Any], key: str, got: str) -> None:
     check_refusal(lambda: make(spec), key, got)
 
 
-def test_adapting_trees_need_their_scheduler() -> None:
-    spec = {"tree_budget_adapt": True}
-    names = {True: "TreeAsyncScheduler", False: "TreeScheduler"}
-    for async_scheduling, name in names.items():
-        made = make(spec, async_scheduling=async_scheduling)
-        assert made.scheduler_config.scheduler_cls.endswith("." + name)
+@pytest.mark.parametrize(
+    ("adapt", "async_scheduling", "name"),
+    [
+        (False, False, "TreeScheduler"),
+        (False, True, "TreeAsyncScheduler"),
+        (True, False, "AdaptiveScheduler"),
+        (True, True, "AdaptiveAsyncScheduler"),
+    ],
+)
+def test_every_engine_gets_its_scheduler(adapt: bool, async_scheduling: bool, name: str) -> None:
+    made = make({"tree_budget_adapt": adapt}, async_scheduling=async_scheduling)
+    assert made.scheduler_config.get_scheduler_cls().__name__ == name
+
+
+def test_a_users_own_scheduler_takes_fixed_budgets_alone() -> None:
     other = "vllm.v1.core.sched.scheduler.Scheduler"
+    spec = {"tree_budget_adapt": True}
     check_refusal(lambda: make(spec, scheduler_cls=other), "scheduler_cls", "Scheduler")
     assert make(scheduler_cls=other).scheduler_config.scheduler_cls == other
 

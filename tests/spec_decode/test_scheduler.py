@@ -11,14 +11,12 @@ pytest.importorskip("vllm")
 
 from vllm import SamplingParams
 from vllm.sampling_params import RepetitionDetectionParams
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from kdtree_runner.model_executor.scheduler import (
-    AppendMixin,
-    TreeAsyncScheduler,
-    TreeScheduler,
-)
+from kdtree_runner.model_executor import scheduler as ours
+from kdtree_runner.model_executor.scheduler import AppendMixin
 
 MAX_MODEL_LEN = 24
 EOS = 3
@@ -75,9 +73,11 @@ def test_a_request_ends_where_it_ends_token_by_token() -> None:
     assert len(ends) == 5  # length, end of sequence, two stop tokens, a repetition
 
 
-@pytest.mark.parametrize("kind", [TreeScheduler, TreeAsyncScheduler])
-def test_the_mixin_stands_before_vllms_own(kind: type[Scheduler]) -> None:
-    order = kind.__mro__
-    assert order.index(AppendMixin) < order.index(Scheduler)
-    if kind is TreeAsyncScheduler:  # which takes the counts of what the base returns
-        assert order[2].__name__ == "AsyncScheduler"
+@pytest.mark.parametrize("adapts", ["Tree", "Adaptive"])
+@pytest.mark.parametrize("asynchronous", ["", "Async"])
+def test_tokens_pass_our_class_between_vllms_two(adapts: str, asynchronous: str) -> None:
+    """The asynchronous scheduler counts what its base has returned."""
+    order = getattr(ours, f"{adapts}{asynchronous}Scheduler").__mro__
+    assert order.index(AppendMixin) == order.index(Scheduler) - 1
+    if asynchronous:
+        assert order.index(AsyncScheduler) == order.index(AppendMixin) - 1
