@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shlex
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -54,10 +55,6 @@ class Cell:
         return 1e3 * self.seconds / self.num_steps if self.num_steps else 0.0
 
     @property
-    def median_step_ms(self) -> float:
-        return 1e3 * statistics.median(self.step_seconds) if self.step_seconds else 0.0
-
-    @property
     def first_token_ms(self) -> float:
         return 1e3 * statistics.median(self.first_token_seconds)
 
@@ -71,7 +68,6 @@ class Cell:
             "tokens_per_second": self.tokens_per_second,
             "tokens_per_step": self.tokens_per_step,
             "step_ms": self.step_ms,
-            "median_step_ms": self.median_step_ms,
             "first_token_ms": self.first_token_ms,
             "wall_tokens_per_second": self.wall_tokens_per_second,
         }
@@ -91,8 +87,34 @@ class Spread:
         found = list(values)
         return cls(statistics.median(found), min(found), max(found)) if found else None
 
+
+@dataclass(frozen=True)
+class Ratio:
+    """The geometric mean of paired ratios, its standard error, and their range.
+
+    error: None of a single pair.
+    """
+
+    mean: float
+    error: float | None
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> Ratio | None:
+        """None where there is no value."""
+        found = list(values)
+        if not found:
+            return None
+        logs = [math.log(value) for value in found]
+        mean, error = math.exp(statistics.fmean(logs)), None
+        if len(found) > 1:
+            error = mean * statistics.stdev(logs) / math.sqrt(len(found))
+        return cls(mean, error, min(found), max(found))
+
     def __str__(self) -> str:
-        return f"{self.median:.2f} ({self.low:.2f}-{self.high:.2f})"
+        error = "" if self.error is None else f" ±{self.error:.2f}"
+        return f"{self.mean:.2f}{error} ({self.low:.2f}-{self.high:.2f})"
 
 
 @dataclass(frozen=True)
@@ -115,33 +137,15 @@ class ModeRun:
         """The repeats of a batch size, in order."""
         return [cell for cell in self.cells if cell.batch == batch]
 
-    def quiet_step_ms(self, batch: int) -> float:
-        """The lower quartile of the repeats' median steps: of a machine without other work."""
-        steps = [cell.median_step_ms for cell in self.at(batch) if cell.num_steps]
-        if len(steps) < 2:
-            return steps[0] if steps else 0.0
-        return statistics.quantiles(steps, n=4, method="inclusive")[0]
-
-    def quiet_tokens_per_second(self, batch: int) -> float:
-        """What the quiet step makes of the tokens of a step."""
-        step = self.quiet_step_ms(batch)
-        per_step = statistics.median(cell.tokens_per_step for cell in self.at(batch))
-        return 1e3 * batch * per_step / step if step else 0.0
-
-    def quiet_ratio(self, other: ModeRun | None, batch: int) -> float | None:
-        """Of the two's quiet rates."""
-        if other is None or not other.at(batch):
-            return None
-        rate = other.quiet_tokens_per_second(batch)
-        return self.quiet_tokens_per_second(batch) / rate if rate else None
-
-    def ratio(self, other: ModeRun | None, batch: int) -> Spread | None:
+    def ratio(self, other: ModeRun | None, batch: int) -> Ratio | None:
         """Tokens a second as a multiple of the other's on the same prompts, repeat by repeat."""
         if other is None:
             return None
         pairs = zip(self.at(batch), other.at(batch), strict=False)
-        return Spread.of(
-            a.tokens_per_second / b.tokens_per_second for a, b in pairs if b.tokens_per_second
+        return Ratio.of(
+            a.tokens_per_second / b.tokens_per_second
+            for a, b in pairs
+            if a.num_steps and b.num_steps
         )
 
 
@@ -155,19 +159,7 @@ def num_equal(cells: Sequence[Cell], others: Sequence[Cell]) -> tuple[int, int]:
     return equal, total
 
 
-HEADS = (
-    "batch",
-    "mode",
-    "tok/s",
-    "tok/step",
-    "ms/step",
-    "quiet ms",
-    "TTFT ms",
-    "x plain",
-    "x chain",
-    "quiet x chain",
-    "equal",
-)
+HEADS = ("batch", "mode", "tok/s", "tok/step", "ms/step", "TTFT ms", "x plain", "x chain", "equal")
 
 
 @dataclass
@@ -250,7 +242,6 @@ class Comparison:
                 if not cells:
                     continue
                 equal = self.equal(run, batch)
-                quiet = run.quiet_ratio(chain if run is not chain else None, batch)
                 rows.append(
                     [
                         str(batch),
@@ -258,11 +249,9 @@ class Comparison:
                         f"{_median(c.tokens_per_second for c in cells):.0f}",
                         f"{_median(c.tokens_per_step for c in cells):.2f}",
                         f"{_median(c.step_ms for c in cells):.2f}",
-                        f"{run.quiet_step_ms(batch):.2f}",
                         f"{_median(c.first_token_ms for c in cells):.1f}",
                         _shown(run.ratio(plain if run is not plain else None, batch)),
                         _shown(run.ratio(chain if run is not chain else None, batch)),
-                        "-" if quiet is None else f"{quiet:.2f}",
                         f"{equal[0]} of {equal[1]}" if equal else "-",
                     ]
                 )
@@ -310,8 +299,7 @@ class Comparison:
                 f"versions: {packages}",
                 "tok/s, tok/step (a request) and ms/step: of the steps in which every request of "
                 "the batch decodes",
-                "quiet ms: lower quartile of the repeats' median steps; quiet x chain: tok/step "
-                "over it, divided by the chain's: without the host's time for other work",
+                "x plain, x chain: geometric mean of the repeats' ratios ±standard error (range)",
                 f"equal: requests whose tokens are those of plain decoding at batch {least}",
                 *(warning if cached else []),
             ]
@@ -337,8 +325,12 @@ class Comparison:
         return draw_panels(panels, self.conditions().splitlines()[1:5])
 
     @staticmethod
-    def _points(spreads: Iterable[tuple[int, Spread | None]]) -> list[Point]:
-        return [Point(b, s.median, s.low, s.high) for b, s in spreads if s is not None]
+    def _points(found: Iterable[tuple[int, Spread | Ratio | None]]) -> list[Point]:
+        return [
+            Point(b, s.median if isinstance(s, Spread) else s.mean, s.low, s.high)
+            for b, s in found
+            if s is not None
+        ]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""
@@ -358,8 +350,6 @@ class Comparison:
             str(batch): {
                 "plain": _as_dict(run.ratio(plain, batch)),
                 "chain": _as_dict(run.ratio(chain, batch)),
-                "quiet_plain": run.quiet_ratio(plain, batch),
-                "quiet_chain": run.quiet_ratio(chain, batch),
                 "equal": self.equal(run, batch),
             }
             for batch in self.batches
@@ -378,9 +368,9 @@ def _median(values: Iterable[float]) -> float:
     return statistics.median(values)
 
 
-def _shown(spread: Spread | None) -> str:
-    return "-" if spread is None else str(spread)
+def _shown(ratio: Ratio | None) -> str:
+    return "-" if ratio is None else str(ratio)
 
 
-def _as_dict(spread: Spread | None) -> dict[str, float] | None:
-    return None if spread is None else asdict(spread)
+def _as_dict(ratio: Ratio | None) -> dict[str, float | None] | None:
+    return None if ratio is None else asdict(ratio)

@@ -1,6 +1,7 @@
 """`kdtree bench e2e` from flags to tables, with fake engines; and what a wave counts."""
 
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
 from xml.dom import minidom
@@ -9,9 +10,9 @@ import pytest
 from cli_fakes import DRAFTS, NO_DRAFTS, result, write_model
 
 from kdtree_runner.cli import supervise
-from kdtree_runner.cli.bench_e2e_report import Cell, ModeRun, Spread
+from kdtree_runner.cli.bench_e2e_report import Ratio
 from kdtree_runner.cli.child_waves import Wave
-from kdtree_runner.cli.engine import Mode, engine_environment
+from kdtree_runner.cli.engine import engine_environment
 from kdtree_runner.cli.errors import EngineError, UserError
 from kdtree_runner.cli.main import main
 from kdtree_runner.cli.supervise import BenchJob
@@ -103,13 +104,12 @@ def test_ratios_are_paired_and_equality_stands_beside_them(
         [batch, mode] for batch in ("1", "4") for mode in ("plain", "chain", "tree 8", "tree 16")
     ]
     # Speeds of repeats differ, ratios do not: they are of the same repeat.
-    assert rows[0][2:7] == ["110", "2.00", "18.18", "17.42", "30.0"]
-    assert rows[0][7:] == ["-", "0.50 (0.50-0.50)", "0.50", "-"]
-    assert rows[1][7:] == ["2.00 (2.00-2.00)", "-", "-", "0 of 6"]
-    assert rows[2][7:] == ["3.00 (3.00-3.00)", "1.50 (1.50-1.50)", "1.50", "6 of 6"]
-    assert rows[4][10] == "6 of 6"  # plain at batch 4 against itself at batch 1
+    assert rows[0][2:] == ["110", "2.00", "18.18", "30.0", "-", "0.50 ±0.00 (0.50-0.50)", "-"]
+    assert rows[1][6:] == ["2.00 ±0.00 (2.00-2.00)", "-", "0 of 6"]
+    assert rows[2][6:] == ["3.00 ±0.00 (3.00-3.00)", "1.50 ±0.00 (1.50-1.50)", "6 of 6"]
+    assert rows[4][8] == "6 of 6"  # plain at batch 4 against itself at batch 1
     report = json.loads(out.read_text())
-    assert report["modes"]["tree 8"]["ratios"]["4"]["chain"]["median"] == pytest.approx(1.5)
+    assert report["modes"]["tree 8"]["ratios"]["4"]["chain"]["mean"] == pytest.approx(1.5)
     assert report["modes"]["chain"]["backend"] is None
     minidom.parse(str(plot))
 
@@ -128,7 +128,7 @@ def test_an_engine_that_ends_early_loses_nothing(
     out, plot = tmp_path / "x.json", tmp_path / "x.svg"
     assert main([*flags, "--tree-budget", "8", "--json", str(out), "--plot", str(plot)]) == code
     captured = capsys.readouterr()
-    assert "3.00 (3.00-3.00)" in captured.out
+    assert "3.00 ±0.00 (3.00-3.00)" in captured.out
     assert "no whole measurement of chain" in captured.err
     chain = json.loads(out.read_text())["modes"]["chain"]
     assert chain["problem"].startswith("chain: ")
@@ -189,20 +189,15 @@ def test_only_steps_of_the_whole_batch_count() -> None:
     assert wave.middle == ([], 0)
 
 
-def test_a_quiet_step_leaves_other_works_time_out() -> None:
-    slow = [[0.002, 0.002, 0.050], [0.002, 0.003, 0.002], [0.009] * 3, [0.008] * 3, [0.002] * 3]
-    cells = [Cell(**cell(2, r, 1.0, [1], DRAFTS) | {"step_seconds": s}) for r, s in enumerate(slow)]
-    run = ModeRun(Mode("chain"), cells)
-    assert run.quiet_step_ms(2) == pytest.approx(2.0)
-    assert run.quiet_tokens_per_second(2) == pytest.approx(1e3 * 2 * (10 / 6) / 2.0)
-    assert run.quiet_ratio(run, 2) == 1.0
-    assert run.quiet_ratio(None, 2) is None
-    assert run.quiet_step_ms(4) == 0.0
-
-
-def test_spread() -> None:
-    assert Spread.of([]) is None
-    assert str(Spread.of([3.0, 1.0, 2.0])) == "2.00 (1.00-3.00)"
+def test_ratios_have_a_mean_and_its_error() -> None:
+    assert Ratio.of([]) is None
+    assert str(Ratio.of([2.0])) == "2.00 (2.00-2.00)"
+    found = Ratio.of([0.5, 1.0, 2.0, 4.0])
+    assert found is not None
+    assert found.mean == pytest.approx(math.sqrt(2))
+    # Logarithms -1, 0, 1, 2 of base 2: their standard deviation is sqrt(5 / 3).
+    assert found.error == pytest.approx(math.sqrt(2) * math.log(2) * math.sqrt(5 / 3) / 2)
+    assert str(found) == "1.41 ±0.63 (0.50-4.00)"
 
 
 @pytest.mark.parametrize("top", [0.003, 0.9, 1.0, 7.0, 99.0, 1234.0])
