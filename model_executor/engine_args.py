@@ -122,14 +122,20 @@ def _capture_large_batches(config: VllmConfig, args: EngineArgs) -> None:
     compilation.max_cudagraph_capture_size = sizes[-1]
 
 
-def _adapts(user: dict[str, Any]) -> bool:
-    """Whether the budget follows the batch size: tree_budget_adapt."""
+def _adapts(user: dict[str, Any], scheduler_cls: Any) -> bool:
+    """Whether the budget follows the batch size: tree_budget_adapt.
+
+    By default on a GPU, unless the user chose budgets by batch size or a scheduler. On a CPU timing
+    every budget would take most of the start-up.
+    """
     key = "num_speculative_tokens_per_batch_size"
     asked, by_hand = user.get("tree_budget_adapt"), user.get(key)
     if asked and by_hand:
         wanted = f"false, or none, with speculative_config key {key!r}"
         raise UnsupportedError(f"tree_budget_adapt: wanted {wanted}, got {asked!r}")
-    return TreeConfig.adapt if asked is None else asked
+    if asked is not None:
+        return asked  # type: ignore[no-any-return]  # TreeConfig checks what it is
+    return current_platform.is_cuda() and not by_hand and scheduler_cls is None
 
 
 def _set_scheduler(config: VllmConfig) -> None:
@@ -146,7 +152,7 @@ def _set_scheduler(config: VllmConfig) -> None:
 
 
 def _tree_speculative_config(
-    user: dict[str, Any], target: Any, parallel: Any
+    user: dict[str, Any], target: Any, parallel: Any, scheduler_cls: Any
 ) -> TreeSpeculativeConfig:
     """Check the pair and build the config that vLLM's own parts see as DFlash with N drafts."""
     check_vllm_version(vllm.__version__)
@@ -155,9 +161,8 @@ def _tree_speculative_config(
     check_target(target.hf_text_config)
     draft = _draft_config(user, target.trust_remote_code)
     check_pair(target.hf_text_config, draft, target.max_model_len)
-    tree = TreeConfig.from_user(
-        user | {"tree_budget_adapt": _adapts(user)}, draft_block_size(draft)
-    )
+    adapts = _adapts(user, scheduler_cls)
+    tree = TreeConfig.from_user(user | {"tree_budget_adapt": adapts}, draft_block_size(draft))
     asked = user.get("num_speculative_tokens")
     if asked is not None and asked > tree.horizon:
         logger.info("tree_budget %d cuts the drafter's horizon to it", tree.num_nodes)
@@ -198,7 +203,9 @@ def install() -> None:
         user = _user_config(self)
         if user is None:
             return create_speculative(self, target_model_config, target_parallel_config)
-        return _tree_speculative_config(user, target_model_config, target_parallel_config)
+        return _tree_speculative_config(
+            user, target_model_config, target_parallel_config, self.scheduler_cls
+        )
 
     @functools.wraps(create_engine)
     def create_engine_config(self: EngineArgs, *args: Any, **kwargs: Any) -> VllmConfig:

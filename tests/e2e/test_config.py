@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from processes import EXAMPLES, user_environment
 from vllm import envs
 
 from kdtree_runner import config, cpu_platform, cpu_scope, platform
+from kdtree_runner.model_executor import engine_args
 
 BASE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 
@@ -120,6 +122,25 @@ def test_speculative_config(spec: dict[str, Any], key: str, got: str) -> None:
 def test_every_engine_gets_its_scheduler(adapt: bool, async_scheduling: bool, name: str) -> None:
     made = make({"tree_budget_adapt": adapt}, async_scheduling=async_scheduling)
     assert made.scheduler_config.get_scheduler_cls().__name__ == name
+
+
+@pytest.mark.parametrize(
+    ("user", "scheduler_cls", "on_gpu"),
+    [
+        ({}, None, True),
+        ({"tree_budget_adapt": False}, None, False),
+        ({"num_speculative_tokens_per_batch_size": [[1, 8, 16]]}, None, False),
+        ({}, "my.Scheduler", False),
+    ],
+)
+def test_budgets_follow_the_batch_on_a_gpu_unless_the_user_chose(
+    user: dict[str, Any], scheduler_cls: str | None, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for is_cuda in (False, True):
+        platform = SimpleNamespace(is_cuda=lambda is_cuda=is_cuda: is_cuda)
+        monkeypatch.setattr(engine_args, "current_platform", platform)
+        assert engine_args._adapts(user, scheduler_cls) is (on_gpu and is_cuda)
+        assert engine_args._adapts({"tree_budget_adapt": True}, scheduler_cls) is True
 
 
 def test_a_users_own_scheduler_takes_fixed_budgets_alone() -> None:

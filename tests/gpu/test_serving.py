@@ -42,6 +42,8 @@ def get(pool: EnginePool) -> Callable[..., Any]:
         how = {"enforce_eager": False, "compilation_config": lossless.GRAPHS} if graphs else {}
         if mode != "tree":
             how["attention_backend"] = "KDTREE_MLA"
+        else:
+            settings.setdefault("spec", {"tree_budget_adapt": False})
         return pool.get(mode, **SETTINGS, **how, **settings)  # type: ignore[arg-type]
 
     return make
@@ -80,7 +82,7 @@ def test_tokens_while_trees_shrink_with_the_batch(get: Callable[..., Any]) -> No
         for i, p in enumerate(load_prompts()[:8])
     ]
     want = generate(get("plain", True), asked)
-    llm = get("tree", True, spec={"tree_budget_adapt": True})
+    llm = get("tree", True, spec={})  # the default
     table = runner(llm)._budgets.table
     assert list(table.step_times) == [1, 2, 4, 8]
     assert all(0 < t < 1 for times in table.step_times.values() for t in times.values())
