@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from engines import Baseline, Request, greedy, sampled, tokens
+from engines import PAIR, Baseline, Request, greedy, sampled, tokens
 from processes import run_example
 
 pytestmark = pytest.mark.slow
@@ -54,3 +54,22 @@ def test_greedy_ranks_exchange_no_logits(
         sizes = {size for (size,) in shapes}  # all of one dimension
         assert sizes & keys and sizes & drafts
         assert sizes <= keys | drafts
+
+
+def test_ranks_whose_budgets_follow_the_batch(
+    baseline: Baseline, prompts: list[tuple[int, ...]], tmp_path: Path
+) -> None:
+    """Each rank times its steps; the first one's table alone decides, for all."""
+    requests = [greedy(p, max_tokens=60 + 40 * i) for i, p in enumerate(prompts[:4])]
+    spec = {
+        "method": "ddtree",
+        "model": str(PAIR / "drafter"),
+        "tree_budget": 16,
+        "tree_budget_adapt": True,
+    }
+    answer, _ = run_example(
+        "offline.py", requests, tmp_path, speculative_config=spec, max_num_seqs=4, **PARALLEL
+    )
+    assert answer["tokens"] == [tokens(o) for o in baseline(requests)]
+    assert len(answer["states"]) == 2
+    assert len(set(answer["states"])) == 1, "the ranks grew different trees"
