@@ -256,7 +256,8 @@ def main() -> None:
     command = commands.add_parser("project")
     command.add_argument("shallow", type=Path)
     command.add_argument("deep", type=Path)
-    command.add_argument("--all-reduce-us", type=float, default=20.0)
+    help_text = "assumed for each exchange between ranks; a guess, so measure yours (default: 20)"
+    command.add_argument("--all-reduce-us", type=float, default=20.0, help=help_text)
     command.set_defaults(run=project)
     args = parser.parse_args()
     try:

@@ -18,13 +18,15 @@ from kdtree_runner.cli.svg import Drawing, Panel, Point, draw_panels
 class Cell:
     """One batch size in one repeat: all waves of it together.
 
-    step_seconds, num_tokens: of the steps in which the whole batch decodes. wall_seconds: of
+    first: number of the first request's prompt; the others have the next ones. step_seconds,
+    num_tokens: of the steps in which the whole batch decodes. wall_seconds: of
     everything, prompts and the last requests' ends included. token_ids: of each request.
     num_from_cache: waves whose prompts may have been in the prefix cache.
     """
 
     batch: int
     repeat: int
+    first: int
     step_seconds: list[float]
     num_tokens: int
     wall_seconds: float
@@ -150,13 +152,15 @@ class ModeRun:
 
 
 def num_equal(cells: Sequence[Cell], others: Sequence[Cell]) -> tuple[int, int]:
-    """Requests that got the same tokens, and requests compared. Both ran the same prompts."""
-    equal = total = 0
-    for a, b in zip(cells, others, strict=False):
-        pairs = list(zip(a.token_ids, b.token_ids, strict=False))
-        equal += sum(x == y for x, y in pairs)
-        total += len(pairs)
-    return equal, total
+    """Requests whose tokens are those that the others gave the same prompt, and all of these."""
+    known = {cell.first + i: ids for cell in others for i, ids in enumerate(cell.token_ids)}
+    pairs = [
+        (ids, known[cell.first + i])
+        for cell in cells
+        for i, ids in enumerate(cell.token_ids)
+        if cell.first + i in known
+    ]
+    return sum(a == b for a, b in pairs), len(pairs)
 
 
 HEADS = ("batch", "mode", "tok/s", "tok/step", "ms/step", "TTFT ms", "x plain", "x chain", "equal")
@@ -300,7 +304,8 @@ class Comparison:
                 "tok/s, tok/step (a request) and ms/step: of the steps in which every request of "
                 "the batch decodes",
                 "x plain, x chain: geometric mean of the repeats' ratios ±standard error (range)",
-                f"equal: requests whose tokens are those of plain decoding at batch {least}",
+                f"equal: requests whose tokens are those of plain decoding at batch {least}, of "
+                "those whose prompt it had there",
                 *(warning if cached else []),
             ]
         )

@@ -49,8 +49,13 @@ class Wave:
         return [self.ends[k] - self.ends[k - 1] for k in steps], tokens
 
 
-def run_wave(llm: Any, prompts: list[list[int]], sampling: dict[str, Any], name: str) -> Wave:
-    """Decode these prompts together, from an empty prefix cache."""
+def run_wave(
+    llm: Any, prompts: list[list[int]], sampling: dict[str, Any], name: str, first: int = 0
+) -> Wave:
+    """Decode these prompts together, from an empty prefix cache.
+
+    first: number of the first one; request i draws with the seed of prompt first + i in every wave.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -59,7 +64,7 @@ def run_wave(llm: Any, prompts: list[list[int]], sampling: dict[str, Any], name:
     begin = time.perf_counter()
     for i, ids in enumerate(prompts):
         params = SamplingParams(
-            **sampling | {"seed": sampling["seed"] + i},
+            **sampling | {"seed": sampling["seed"] + first + i},
             detokenize=False,  # a server does it in another process
             output_kind=RequestOutputKind.DELTA,
         )
@@ -95,14 +100,15 @@ def measure(
                     _warm_up(llm, prompts, job, batch)
                 before = acceptance(llm)
                 waves = []
-                for first in range(0, job["requests"], batch):
-                    indices = [repeat * job["requests"] + first + i for i in range(batch)]
-                    group = [prompts[i % len(prompts)] for i in indices]
-                    waves.append(run_wave(llm, group, job["sampling"], f"{batch}-{repeat}-{first}"))
+                begin = repeat * job["requests"]
+                for first in range(begin, begin + job["requests"], batch):
+                    group = [prompts[i % len(prompts)] for i in range(first, first + batch)]
+                    name = f"{batch}-{repeat}-{first}"
+                    waves.append(run_wave(llm, group, job["sampling"], name, first))
                     num_tokens += sum(map(len, waves[-1].tokens))
                     channel.send("progress", tokens=num_tokens)
                 stats = (acceptance(llm) - before).to_dict()
-                cell |= _cell(batch, repeat, waves) | {"acceptance": stats}
+                cell |= _cell(batch, repeat, begin, waves) | {"acceptance": stats}
             cells.append(cell)
     return {
         "cells": cells,
@@ -117,11 +123,12 @@ def _warm_up(llm: Any, prompts: list[list[int]], job: dict[str, Any], batch: int
     run_wave(llm, [prompts[i % len(prompts)] for i in range(batch)], short, f"warm-{batch}")
 
 
-def _cell(batch: int, repeat: int, waves: list[Wave]) -> dict[str, Any]:
+def _cell(batch: int, repeat: int, first: int, waves: list[Wave]) -> dict[str, Any]:
     middles = [wave.middle for wave in waves]
     return {
         "batch": batch,
         "repeat": repeat,
+        "first": first,
         "step_seconds": [second for seconds, _ in middles for second in seconds],
         "num_tokens": sum(tokens for _, tokens in middles),
         "wall_seconds": sum(wave.ends[-1] for wave in waves),

@@ -10,7 +10,7 @@ import pytest
 from cli_fakes import DRAFTS, NO_DRAFTS, result, write_model
 
 from kdtree_runner.cli import supervise
-from kdtree_runner.cli.bench_e2e_report import Ratio
+from kdtree_runner.cli.bench_e2e_report import Cell, Ratio, num_equal
 from kdtree_runner.cli.child_waves import Wave
 from kdtree_runner.cli.engine import engine_environment
 from kdtree_runner.cli.errors import EngineError, UserError
@@ -25,6 +25,7 @@ def cell(batch: int, repeat: int, speed: float, ids: list[int], acceptance: dict
     return {
         "batch": batch,
         "repeat": repeat,
+        "first": 2 * repeat,
         "step_seconds": [2.0 / speed] * 5,
         "num_tokens": 10,
         "wall_seconds": 1.0,
@@ -187,6 +188,15 @@ def test_only_steps_of_the_whole_batch_count() -> None:
     assert wave.middle == ([1.0, 1.0], 12)
     wave.last = 1
     assert wave.middle == ([], 0)
+
+
+def test_equality_is_that_of_the_same_prompt() -> None:
+    def ran(first: int, *tokens: list[int]) -> Cell:
+        return Cell(**cell(1, 0, 1.0, [], DRAFTS) | {"first": first, "token_ids": list(tokens)})
+
+    alone = [ran(0, [1], [2]), ran(2, [3], [4])]
+    together = [ran(0, [1], [2], [3]), ran(2, [3], [9], [5])]  # prompt 4 has nothing beside it
+    assert num_equal(together, alone) == (4, 5)
 
 
 def test_ratios_have_a_mean_and_its_error() -> None:
