@@ -69,7 +69,7 @@ def run(args: argparse.Namespace) -> ExitCode:
             report.add(mode, cell)
             save_json(args.json, report)  # nothing is lost if this command is ended
 
-        for mode, outcome in run_each(args, jobs, logs, progress, total, keep):
+        for mode, outcome in run_each(args, jobs, logs, progress, total, report.begin, keep):
             if isinstance(outcome, CommandError):
                 report.fail(mode, outcome)
                 problems[mode.label] = outcome
@@ -109,12 +109,13 @@ def run_each(
     logs: Path,
     progress: EngineProgress,
     total: int,
+    begin: Callable[[Mode, dict[str, Any]], None],
     keep: Callable[[Mode, dict[str, Any]], None],
 ) -> Iterator[tuple[Mode, dict[str, Any] | CommandError]]:
     """The jobs one after another, or side by side: mode, and result or why there is none.
 
-    keep: gets every measurement as soon as it is made. An engine that fails is told of at once; the
-    others are worth having.
+    begin: gets what an engine says of itself when it is ready. keep: gets every measurement as soon
+    as it is made. An engine that fails is told of at once; the others are worth having.
     """
     from kdtree_runner.cli.supervise import run_job
     from kdtree_runner.cli.turns import run_side_by_side
@@ -124,7 +125,9 @@ def run_each(
 
         def on_event(event: dict[str, Any]) -> None:
             show(event)
-            if event["event"] == "measured":
+            if event["event"] == "ready":
+                begin(mode, event)
+            elif event["event"] == "measured":
                 keep(mode, event["measurement"])
 
         return on_event

@@ -190,6 +190,10 @@ class Comparison:
         """An engine's whole run, in the place of what was known of it."""
         self.by_mode[mode] = ModeRun.from_result(mode, result)
 
+    def begin(self, mode: Mode, about: Mapping[str, Any]) -> None:
+        """What an engine that goes on says of itself."""
+        self.by_mode[mode] = ModeRun(mode, result={k: v for k, v in about.items() if k != "event"})
+
     def add(self, mode: Mode, cell: Mapping[str, Any]) -> None:
         """One measurement of an engine that goes on."""
         known = self.by_mode.get(mode, ModeRun(mode))

@@ -49,11 +49,15 @@ def run(args: argparse.Namespace) -> ExitCode:
             for mode in choose_modes(args)
         ]
 
+        def begin(mode: Mode, about: dict[str, Any]) -> None:
+            known = {k: v for k, v in about.items() if k != "event"}
+            report.results[mode.label] = {"batches": [], **known}
+
         def keep(mode: Mode, found: dict[str, Any]) -> None:
             report.results.setdefault(mode.label, {"batches": []})["batches"].append(found)
             save_json(args.json, report)  # nothing is lost if this command is ended
 
-        for mode, outcome in run_each(args, jobs, logs, progress, 0, keep):
+        for mode, outcome in run_each(args, jobs, logs, progress, 0, begin, keep):
             if isinstance(outcome, CommandError):
                 problems[mode.label] = outcome
                 report.failed[mode.label] = report.results.pop(mode.label, {"batches": []})

@@ -10,7 +10,7 @@ import gc
 import json
 import math
 import os
-import signal
+import re
 import sys
 import threading
 import time
@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from kdtree_runner.cli.errors import Refused
+from kdtree_runner.cli.process_group import end_group
 
+CORE_POLL_SECONDS = 0.5
+CORE_GRACE_SECONDS = 3.0  # for vLLM to say itself what has become of its engine core
 PROGRESS_INTERVAL = 0.2  # seconds between progress events
 WARMUP_TOKENS = 4  # compiles what compiles lazily, before the clock runs
 WARMUP_PROMPT = 8  # prompt tokens of the warm-up: less than a page, so the prefix cache stays empty
@@ -36,6 +39,8 @@ class Channel:
     def __init__(self, fd: int, takes_turns: bool) -> None:
         os.set_inheritable(fd, False)  # engine workers must not keep the pipe open
         self._file = os.fdopen(fd, "w", encoding="utf-8")
+        self._lock = threading.Lock()
+        self.is_over = False
         self._takes_turns = takes_turns
         self._turns = threading.Semaphore(0)
         self.seconds = 0.0  # of all turns
@@ -44,11 +49,15 @@ class Channel:
     def _listen(self) -> None:
         while given := os.read(0, 1 << 10):
             self._turns.release(len(given))
-        os.killpg(0, signal.SIGKILL)  # our input ends with the parent: no engine outlives it
+        end_group(os.getpgid(0))  # our input ends with the parent: no engine outlives it
 
     def send(self, event: str, **fields: Any) -> None:
-        self._file.write(json.dumps({"event": event, **fields}) + "\n")
-        self._file.flush()
+        """Nothing follows a result or an error."""
+        with self._lock:
+            if not self.is_over:
+                self._file.write(json.dumps({"event": event, **fields}) + "\n")
+                self._file.flush()
+            self.is_over |= event in ("result", "error")
 
     @contextmanager
     def turn(self) -> Iterator[dict[str, Any]]:
@@ -104,11 +113,32 @@ def run_job(job: dict[str, Any], channel: Channel) -> None:
     if job["task"] == "waves":  # as users run it
         os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
     llm = make_engine(job["engine"], channel)
+    _watch_core(llm, channel)
     prompts = tokenize(llm, job["prompts"])
-    startup_seconds = time.perf_counter() - started
-    channel.send("ready", startup_seconds=startup_seconds)
+    about = describe(llm) | {"startup_seconds": time.perf_counter() - started}
+    channel.send("ready", **about)
     result = TASKS[job["task"]](llm, prompts, job, channel)
-    channel.send("result", **result, **describe(llm), startup_seconds=startup_seconds)
+    channel.send("result", **result, **about)
+
+
+def _watch_core(llm: Any, channel: Channel) -> None:
+    """Where the engine core has a process of its own: end this one if that one is killed.
+
+    vLLM 0.32.0's SyncMPClient.get_output would wait for the dead core's outputs for ever.
+    """
+    resources = getattr(llm.llm_engine.engine_core, "resources", None)
+    if resources is None:
+        return
+
+    def watch() -> None:
+        while not resources.engine_dead:
+            time.sleep(CORE_POLL_SECONDS)
+        time.sleep(CORE_GRACE_SECONDS)
+        if not channel.is_over:
+            channel.send("error", kind="failed", message="its engine core's process was ended")
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def generate(
@@ -166,7 +196,15 @@ def make_engine(args: dict[str, Any], channel: Channel) -> Any:
         draft = get_config(speculation["model"], args["trust_remote_code"])
         speculation["num_speculative_tokens"] = draft_block_size(draft) - 1
     channel.send("phase", name="loading the model")
-    return LLM(**args)
+    try:
+        return LLM(**args)
+    except TypeError as error:
+        unknown = re.search(r"unexpected keyword argument '(\w+)'", str(error))
+        if unknown and unknown[1] in args:
+            raise Refused(
+                f"--engine-args: wanted arguments of vllm.LLM, got {unknown[1]!r}"
+            ) from error
+        raise
 
 
 def tokenize(llm: Any, prompts: list[dict[str, Any]]) -> list[list[int]]:

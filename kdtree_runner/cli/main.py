@@ -29,7 +29,8 @@ COMMANDS: dict[str, tuple[str, Callable[[argparse.ArgumentParser], None]]] = {
 GROUPS = {"bench": "measure"}  # first words of commands of two
 EXIT_CODES = (
     "exit codes: 0 all is well; 1 the outputs differ (doctor: DDTree cannot run here); "
-    "2 a user's mistake; 3 an engine or operator failed, or the check checked nothing"
+    "2 a user's mistake; 3 an engine or operator failed, or the check checked nothing; "
+    "130 interrupted; 143 terminated"
 )
 
 
@@ -56,6 +57,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 def _terminated(number: int, frame: object) -> None:
     """End as by an error, so that engines and their logs go too."""
+    print("kdtree: terminated", file=sys.stderr)
     sys.exit(128 + number)
 
 

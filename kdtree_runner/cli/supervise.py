@@ -26,10 +26,12 @@ from kdtree_runner.cli.engine import (
     wants_gaps,
 )
 from kdtree_runner.cli.errors import EngineError, UserError
+from kdtree_runner.cli.process_group import end_group
 from kdtree_runner.cli.prompts import Prompt
 
 LOG_TAIL = 20  # lines of the log shown on failure
 POLL_SECONDS = 0.2
+MAX_SOCKET_FOLDER = 60  # characters: a socket's whole path has at most 107, its name 36
 SHUTDOWN_SECONDS = 60.0  # workers of a big engine take a while to go
 # -P: the folder that the command runs in may hold a platform.py or json.py of the user's.
 SAFE_PATH = ("-P",) if sys.version_info >= (3, 11) else ()
@@ -120,13 +122,15 @@ class EngineProcess:
         self._fd, write_fd = os.pipe()
         self._last: Event = {}
         self._events = self._read()
+        short = len(str(log_dir)) <= MAX_SOCKET_FOLDER
+        sockets = {"VLLM_RPC_BASE_PATH": str(log_dir)} if short else {}  # vLLM leaves them there
         with self.log_path.open("wb") as log:
             self._child = subprocess.Popen(
                 [*command, str(job_path), str(write_fd)],
                 stdin=subprocess.PIPE,  # a byte is a turn; it closes when this process ends
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **engine_environment(job.settings)},
+                env={**sockets, **os.environ, **engine_environment(job.settings)},
                 pass_fds=(write_fd,),
                 start_new_session=True,
             )
@@ -232,8 +236,7 @@ def _wait(child: subprocess.Popen[bytes], seconds: float) -> int | None:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """End the child and every worker that it left."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(child.pid, signal.SIGKILL)
+    end_group(child.pid)
     child.wait()
     assert child.stdin is not None
     child.stdin.close()

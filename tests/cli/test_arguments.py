@@ -32,6 +32,7 @@ def parse(*flags: str):
         (["--gpu-memory-utilization", "1.5"], "wanted a number above 0 and at most 1"),
         (["--executor", "slurm"], "--executor: invalid choice: 'slurm'"),
         (["--json", "/no/such/folder/x.json"], "--json: wanted a file in an existing directory"),
+        (["--json", "/proc/x.json"], "--json: wanted a file in an existing directory that can be"),
         (["--bogus"], "unrecognized arguments: --bogus"),
     ],
 )

@@ -1,5 +1,7 @@
 """Parts of the engine's process that need no engine."""
 
+import json
+import os
 import runpy
 import signal
 import subprocess
@@ -17,6 +19,31 @@ from kdtree_runner.config import UnsupportedError
 
 def entry(*logprobs: float) -> dict[int, Any]:
     return {i: SimpleNamespace(logprob=value, rank=i) for i, value in enumerate(logprobs)}
+
+
+def test_a_killed_engine_core_ends_its_process() -> None:
+    """vLLM would wait for the dead core's outputs for ever, and so would whoever listens to us."""
+    read, write = os.pipe()
+    body = (
+        "import sys, time; from types import SimpleNamespace as N\n"
+        "from kdtree_runner.cli import child\n"
+        "child.CORE_POLL_SECONDS = child.CORE_GRACE_SECONDS = 0.1\n"
+        "channel = child.Channel(int(sys.argv[1]), False)\n"
+        "core = N(resources=N(engine_dead=False))\n"
+        "child._watch_core(N(llm_engine=N(engine_core=core)), channel)\n"
+        "child._watch_core(N(llm_engine=N(engine_core=N())), channel)  # in this process\n"
+        "channel.send('ready'); time.sleep(0.5)\n"
+        "core.resources.engine_dead = True; time.sleep(600)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", body, str(write)], pass_fds=[write], stdin=subprocess.PIPE
+    )
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        events = [json.loads(line) for line in pipe]
+    assert process.wait(30) == 1
+    assert [event["event"] for event in events] == ["ready", "error"]
+    assert events[1]["message"] == "its engine core's process was ended"
 
 
 def test_top_gap() -> None:

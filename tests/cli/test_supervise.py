@@ -1,14 +1,17 @@
 """A child process that answers, refuses, fails, crashes or hangs: always a result or an error."""
 
 import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from cli_fakes import job, scripted_child
 
 from kdtree_runner.cli.errors import EngineError, UserError
-from kdtree_runner.cli.supervise import run_job
+from kdtree_runner.cli.supervise import EngineProcess, run_job
 
 
 def run(tmp_path: Path, body: str, silence_seconds: float = 20.0) -> tuple[dict, list[dict]]:
@@ -105,3 +108,46 @@ def test_interrupt_ends_the_child(tmp_path: Path) -> None:
         run_job(job(), tmp_path, interrupt, 20.0, scripted_child(tmp_path, body))
     with pytest.raises(ProcessLookupError):
         os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("by", ["its supervisor", "the end of its parent"])
+def test_shared_memory_of_a_killed_engine_goes_too(by: str, tmp_path: Path) -> None:
+    """Those who made it are killed; Python's resource tracker must live to remove it."""
+    script = tmp_path / "child.py"
+    script.write_text(
+        "import json, os, sys, time\n"
+        "from multiprocessing.shared_memory import SharedMemory\n"
+        "from kdtree_runner.cli.child import Channel\n"
+        "channel = Channel(int(sys.argv[2]), False)\n"
+        "memory = SharedMemory(create=True, size=4096)\n"
+        f"open({str(tmp_path / 'name')!r}, 'w').write(memory.name)\n"
+        "if os.fork() == 0: time.sleep(600)\n"
+        "time.sleep(600)\n"
+    )
+    command = (sys.executable, str(script))
+    if by == "the end of its parent":
+        body = (
+            "import sys; from pathlib import Path; from cli_fakes import job\n"
+            "from kdtree_runner.cli.supervise import run_job\n"
+            f"run_job(job(), Path({str(tmp_path)!r}), print, 60.0, {command!r})\n"
+        )
+        environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
+        parent = subprocess.Popen([sys.executable, "-c", body], env=environment)
+        _until(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text())
+        parent.kill()
+        parent.wait()
+    else:
+        with EngineProcess(job(), tmp_path, 60.0, command):
+            _until(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text())
+            assert (Path("/dev/shm") / (tmp_path / "name").read_text()).is_file()
+    gone = Path("/dev/shm") / (tmp_path / "name").read_text()
+    _until(lambda: not gone.exists())
+
+
+def _until(condition: Callable[[], object]) -> None:
+    """Wait for it, half a minute at most."""
+    for _ in range(600):
+        if condition():
+            return
+        time.sleep(0.05)
+    pytest.fail("waited for nothing")
