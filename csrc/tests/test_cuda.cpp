@@ -89,7 +89,7 @@ void run_candidates(const CandidateCase& c) {
   p.logits_row_stride = stride;
   p.rows = c.rows;
   p.vocab_size = c.vocab;
-  p.vocab_offset = 1000;
+  p.vocab_offset = std::min(1000, KDTREE_MAX_VOCAB - c.vocab);
   p.topk = c.topk;
   p.values = want.values.data();
   p.ids = want.ids.data();
