@@ -126,7 +126,7 @@ def run_each(
         def on_event(event: dict[str, Any]) -> None:
             show(event)
             if event["event"] == "ready":
-                begin(mode, event)
+                begin(mode, {k: v for k, v in event.items() if k != "event"})
             elif event["event"] == "measured":
                 keep(mode, event["measurement"])
 

@@ -19,9 +19,9 @@ class Cell:
     """One batch size in one repeat: all waves of it together.
 
     first: number of the first request's prompt; the others have the next ones. step_seconds,
-    num_tokens: of the steps in which the whole batch decodes. wall_seconds: of
-    everything, prompts and the last requests' ends included. token_ids: of each request.
-    num_from_cache: waves whose prompts may have been in the prefix cache.
+    num_tokens: of the steps in which the whole batch decodes. wall_seconds: of everything, prompts
+    and the last requests' ends included. token_ids: of each request. num_from_cache: waves whose
+    prompts may have been in the prefix cache.
     """
 
     batch: int
@@ -73,21 +73,6 @@ class Cell:
             "first_token_ms": self.first_token_ms,
             "wall_tokens_per_second": self.wall_tokens_per_second,
         }
-
-
-@dataclass(frozen=True)
-class Spread:
-    """The median of some values and their range."""
-
-    median: float
-    low: float
-    high: float
-
-    @classmethod
-    def of(cls, values: Iterable[float]) -> Spread | None:
-        """None where there is no value."""
-        found = list(values)
-        return cls(statistics.median(found), min(found), max(found)) if found else None
 
 
 @dataclass(frozen=True)
@@ -192,7 +177,7 @@ class Comparison:
 
     def begin(self, mode: Mode, about: Mapping[str, Any]) -> None:
         """What an engine that goes on says of itself."""
-        self.by_mode[mode] = ModeRun(mode, result={k: v for k, v in about.items() if k != "event"})
+        self.by_mode[mode] = ModeRun(mode, result=about)
 
     def add(self, mode: Mode, cell: Mapping[str, Any]) -> None:
         """One measurement of an engine that goes on."""
@@ -322,24 +307,16 @@ class Comparison:
             if not run.cells:
                 continue
             label = run.mode.label
-            speeds[label] = self._points(
-                (b, Spread.of(c.tokens_per_second for c in run.at(b))) for b in self.batches
-            )
-            ratios[label] = self._points((b, run.ratio(base, b)) for b in self.batches)
+            rates = ((b, [c.tokens_per_second for c in run.at(b)]) for b in self.batches)
+            speeds[label] = [Point(b, _median(r), min(r), max(r)) for b, r in rates if r]
+            found = ((b, run.ratio(base, b)) for b in self.batches)
+            ratios[label] = [Point(b, r.mean, r.low, r.high) for b, r in found if r is not None]
         name = base.mode.label if base is not None else "nothing"
         panels = [
             Panel("tokens a second", "requests decoded together", speeds),
             Panel(f"speed as a multiple of {name}", "requests decoded together", ratios, level=1),
         ]
         return draw_panels(panels, self.conditions().splitlines()[1:5])
-
-    @staticmethod
-    def _points(found: Iterable[tuple[int, Spread | Ratio | None]]) -> list[Point]:
-        return [
-            Point(b, s.median if isinstance(s, Spread) else s.mean, s.low, s.high)
-            for b, s in found
-            if s is not None
-        ]
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-ready."""

@@ -50,11 +50,10 @@ def run(args: argparse.Namespace) -> ExitCode:
         ]
 
         def begin(mode: Mode, about: dict[str, Any]) -> None:
-            known = {k: v for k, v in about.items() if k != "event"}
-            report.results[mode.label] = {"batches": [], **known}
+            report.results[mode.label] = {"batches": [], **about}
 
         def keep(mode: Mode, found: dict[str, Any]) -> None:
-            report.results.setdefault(mode.label, {"batches": []})["batches"].append(found)
+            report.results[mode.label]["batches"].append(found)
             save_json(args.json, report)  # nothing is lost if this command is ended
 
         for mode, outcome in run_each(args, jobs, logs, progress, 0, begin, keep):

@@ -110,8 +110,11 @@ def _is_refusal(error: BaseException) -> bool:
 def run_job(job: dict[str, Any], channel: Channel) -> None:
     """Make the engine, do with the prompts what the job says, report."""
     started = time.perf_counter()
-    if job["task"] == "waves":  # as users run it
-        os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "1")
+    # Waves run as users' engines do. Elsewhere a step is a call in this process that we can time.
+    own_core = "1" if job["task"] == "waves" else "0"
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", own_core)
+    # What is asked of the ranks are functions of ours.
+    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     llm = make_engine(job["engine"], channel)
     _watch_core(llm, channel)
     prompts = tokenize(llm, job["prompts"])
@@ -175,11 +178,8 @@ TASKS = {"generate": generate, "waves": measure_waves, "profile": profile_steps}
 
 
 def make_engine(args: dict[str, Any], channel: Channel) -> Any:
-    """vllm.LLM, with the engine core in this process unless the environment says otherwise."""
+    """vllm.LLM of these arguments."""
     channel.send("phase", name="importing vLLM")
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-    # What is asked of the ranks are functions of ours.
-    os.environ.setdefault("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")
     gc.disable()  # what imports make stays; collecting it again and again takes seconds of start-up
     from vllm import LLM
 

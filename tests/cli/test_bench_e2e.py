@@ -2,8 +2,11 @@
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 from xml.dom import minidom
 
 import pytest
@@ -11,7 +14,7 @@ from cli_fakes import DRAFTS, NO_DRAFTS, result, write_model
 
 from kdtree_runner.cli import supervise
 from kdtree_runner.cli.bench_e2e_report import Cell, Ratio, num_equal
-from kdtree_runner.cli.child_waves import Wave
+from kdtree_runner.cli.child_waves import Wave, measure
 from kdtree_runner.cli.engine import engine_environment
 from kdtree_runner.cli.errors import EngineError, UserError
 from kdtree_runner.cli.main import main
@@ -188,6 +191,55 @@ def test_only_steps_of_the_whole_batch_count() -> None:
     assert wave.middle == ([1.0, 1.0], 12)
     wave.last = 1
     assert wave.middle == ([], 0)
+
+
+class OneStepEngine:
+    """In the place of an engine: each request ends with its first step. Notes prompts and seeds."""
+
+    def __init__(self) -> None:
+        self.llm_engine, self.waiting, self.seen = self, [], set()
+
+    def add_request(self, name: str, prompt: dict, params: Any) -> None:
+        self.waiting.append(name)
+        self.seen.add((prompt["prompt_token_ids"][0], params.seed))
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.waiting)
+
+    def step(self) -> list[Any]:
+        done, self.waiting = self.waiting, []
+        completion = SimpleNamespace(token_ids=[1])
+        return [SimpleNamespace(request_id=n, finished=True, outputs=[completion]) for n in done]
+
+    def reset_prefix_cache(self) -> bool:
+        return True
+
+    def get_metrics(self) -> list[Any]:
+        return []
+
+    def collective_rpc(self, method: Callable) -> list[dict]:
+        return [{}]
+
+
+def test_a_prompt_draws_with_its_seed_at_every_batch_size() -> None:
+    engine = OneStepEngine()
+    sampling = {"temperature": 1.0, "seed": 5, "max_tokens": 4}
+    job = {"batches": (1, 2, 4), "repeats": 2, "requests": 2, "sampling": sampling}
+
+    class Quiet:
+        seconds = 0.0
+
+        def send(self, event: str, **fields: Any) -> None:
+            pass
+
+        @contextmanager
+        def turn(self) -> Iterator[dict]:
+            yield {}
+
+    found = measure(engine, [[i] for i in range(6)], job, Quiet())
+    assert engine.seen == {(i, 5 + i) for i in range(6)}
+    assert [cell["first"] for cell in found["cells"]] == [0, 2] * 3
+    assert [len(cell["token_ids"]) for cell in found["cells"]] == [2, 2, 2, 2, 4, 4]
 
 
 def test_equality_is_that_of_the_same_prompt() -> None:

@@ -87,12 +87,8 @@ def test_workers_left_behind_are_ended(tmp_path: Path) -> None:
     )
     run(tmp_path, body)
     worker = int((tmp_path / "pid").read_text())
-    for _ in range(100):  # an orphan is reaped by init in its own time
-        state = Path(f"/proc/{worker}/stat")
-        if not state.is_file() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
-            return
-        time.sleep(0.05)
-    pytest.fail(f"worker {worker} still runs")
+    state = Path(f"/proc/{worker}/stat")  # an orphan is reaped by init in its own time
+    _until(lambda: not state.is_file() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z")
 
 
 def test_interrupt_ends_the_child(tmp_path: Path) -> None:
@@ -113,15 +109,15 @@ def test_interrupt_ends_the_child(tmp_path: Path) -> None:
 @pytest.mark.parametrize("by", ["its supervisor", "the end of its parent"])
 def test_shared_memory_of_a_killed_engine_goes_too(by: str, tmp_path: Path) -> None:
     """Those who made it are killed; Python's resource tracker must live to remove it."""
-    script = tmp_path / "child.py"
+    name, script = tmp_path / "name", tmp_path / "child.py"
     script.write_text(
-        "import json, os, sys, time\n"
+        "import os, sys, time\n"
         "from multiprocessing.shared_memory import SharedMemory\n"
         "from kdtree_runner.cli.child import Channel\n"
         "channel = Channel(int(sys.argv[2]), False)\n"
         "memory = SharedMemory(create=True, size=4096)\n"
-        f"open({str(tmp_path / 'name')!r}, 'w').write(memory.name)\n"
-        "if os.fork() == 0: time.sleep(600)\n"
+        "os.fork()\n"
+        f"open({str(name)!r}, 'w').write(memory.name)\n"
         "time.sleep(600)\n"
     )
     command = (sys.executable, str(script))
@@ -133,15 +129,15 @@ def test_shared_memory_of_a_killed_engine_goes_too(by: str, tmp_path: Path) -> N
         )
         environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent)}
         parent = subprocess.Popen([sys.executable, "-c", body], env=environment)
-        _until(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text())
+        _until(lambda: name.is_file() and name.read_text())
         parent.kill()
         parent.wait()
     else:
         with EngineProcess(job(), tmp_path, 60.0, command):
-            _until(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text())
-            assert (Path("/dev/shm") / (tmp_path / "name").read_text()).is_file()
-    gone = Path("/dev/shm") / (tmp_path / "name").read_text()
-    _until(lambda: not gone.exists())
+            _until(lambda: name.is_file() and name.read_text())
+            assert (Path("/dev/shm") / name.read_text()).is_file()
+    memory = Path("/dev/shm") / name.read_text()
+    _until(lambda: not memory.exists())
 
 
 def _until(condition: Callable[[], object]) -> None:
