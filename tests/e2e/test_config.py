@@ -3,70 +3,23 @@
 from __future__ import annotations
 
 import json
-import re
-import shutil
 import subprocess
-import time
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from configs import changed, check_refusal, fresh_environment, make
 from engines import PAIR
 from processes import EXAMPLES, user_environment
-from vllm import envs
 
-from kdtree_runner import config, cpu_platform, cpu_scope, platform
+from kdtree_runner import config, platform
 from kdtree_runner.model_executor import engine_args
-
-BASE = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 8}
 
 
 @pytest.fixture(autouse=True)
 def _environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Making a config sets variables for the engine's processes; a test must not keep them.
-
-    An engine of an earlier test has made vLLM keep the variables' values: they must count again.
-    """
-    envs.disable_envs_cache()
-    for name in ("VLLM_CPU_OMP_THREADS_BIND", "TORCHDYNAMO_DISABLE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.setenv(name, "unset")
-        monkeypatch.delenv(name)
-
-
-def make(spec: dict[str, Any] | None = None, target: Path | None = None, **arguments: Any) -> Any:
-    """The VllmConfig of `vllm serve`. spec: changes of the speculative config."""
-    from vllm.engine.arg_utils import EngineArgs
-
-    ours = {"method": "ddtree", "model": str(PAIR / "drafter"), "tree_budget": 16} | (spec or {})
-    model = str(target or PAIR / "target")
-    args = EngineArgs(**({"model": model, "speculative_config": ours} | BASE | arguments))
-    return args.create_engine_config()
-
-
-def check_refusal(call: Callable[[], object], key: str, got: str) -> None:
-    """The call fails soon, with our "KEY: wanted X, got Y"."""
-    start = time.monotonic()
-    with pytest.raises(ValueError, match=re.escape(key)) as error:
-        call()
-    assert isinstance(error.value, config.UnsupportedError), error.value
-    parts = re.fullmatch(r"(.+?): wanted (.+), got (.+)", str(error.value), re.DOTALL)
-    assert parts is not None, str(error.value)
-    assert key in parts[1] and got in parts[3], parts.groups()
-    assert time.monotonic() - start < 60  # no weights are read
-
-
-def changed(part: str, tmp_path: Path, **changes: Any) -> Path:
-    """A copy of the target's or drafter's config with changes; it has no weights."""
-    folder = tmp_path / part
-    folder.mkdir()
-    for file in (PAIR / part).iterdir():
-        if file.suffix != ".safetensors":
-            shutil.copy(file, folder)
-    values = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(values | changes))
-    return folder
+    fresh_environment(monkeypatch)
 
 
 def test_the_pair_is_accepted() -> None:
@@ -239,100 +192,6 @@ def test_a_tight_batch_is_served() -> None:
     made = make({"tree_budget": 255}, max_num_batched_tokens=512, max_num_seqs=64)
     scheduler = made.scheduler_config
     assert scheduler.max_num_batched_tokens == 512 < scheduler.max_num_seqs * 256
-
-
-@pytest.mark.skipif(not platform.is_cpu_build(), reason="of the CPU platform")
-class TestCpuPlatform:
-    def test_scheduling_stays_as_asked(self) -> None:
-        made = make()
-        scheduler, cache = made.scheduler_config, made.cache_config
-        assert scheduler.async_scheduling and scheduler.enable_chunked_prefill
-        assert cache.enable_prefix_caching and cache.block_size == 16
-        made = make(async_scheduling=False, enable_prefix_caching=False)
-        assert not made.scheduler_config.async_scheduling
-        assert not made.cache_config.enable_prefix_caching
-
-    def test_amx_changes_nothing(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import torch
-
-        monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True)
-        assert make().cache_config.block_size == 16
-
-    @pytest.mark.parametrize("named", [None, "KDTREE_MLA"])
-    def test_no_name_of_ours_is_in_a_config_that_a_spawned_process_reads(
-        self, named: str | None
-    ) -> None:
-        assert make(attention_backend=named).attention_config.backend is None
-
-    def test_compiler_is_off(self) -> None:
-        from vllm.config import CompilationMode
-
-        assert make(enforce_eager=False).compilation_config.mode == CompilationMode.NONE
-
-    def test_ray_gets_our_executor(self) -> None:
-        pytest.importorskip("ray")
-        made = make(tensor_parallel_size=2, distributed_executor_backend="ray")
-        assert made.parallel_config.distributed_executor_backend.__name__ == "CpuRayExecutor"
-        assert made.parallel_config.use_ray
-
-    def test_other_engines_stay_stock(self, tmp_path: Path) -> None:
-        """No speculation and no latent attention: V1, compiled, pages of 128 tokens."""
-        from vllm.config import CompilationMode
-        from vllm.engine.arg_utils import EngineArgs
-
-        names = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 64}
-        folder = changed("target", tmp_path, **names, kv_lora_rank=None, rope_scaling=None)
-        made = EngineArgs(model=str(folder), **BASE).create_engine_config()
-        assert not cpu_scope.serves(made) and not made.use_v2_model_runner
-        assert made.cache_config.block_size == 128
-        assert made.compilation_config.mode != CompilationMode.NONE
-        assert not made.scheduler_config.async_scheduling
-
-    def test_baseline_is_ours(self) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-
-        made = EngineArgs(model=str(PAIR / "target"), **BASE).create_engine_config()
-        assert cpu_scope.serves(made) and made.use_v2_model_runner
-
-    def test_half_precision_stays_stock(self) -> None:
-        from vllm.engine.arg_utils import EngineArgs
-
-        other = BASE | {"dtype": "float16"}
-        made = EngineArgs(model=str(PAIR / "target"), **other).create_engine_config()
-        assert not cpu_scope.serves(made) and not made.use_v2_model_runner
-
-    @pytest.mark.parametrize(
-        ("cpus", "ranks", "binding"),
-        [
-            ([(0, 0, 0), (0, 1, 1)], 2, "0|1"),
-            ([(0, 0, 0)], 2, "nobind"),
-            ([(0, c, c) for c in range(6)], 2, "0,1|3,4"),  # one of three cores for the scheduler
-            ([(0, c // 2, c) for c in range(8)], 2, "1|5"),  # one of a core's two threads
-            ([(n, c, 2 * c + n) for n in (0, 1) for c in (0, 1)], 4, "0|2|1|3"),
-        ],
-    )
-    def test_cores_of_the_ranks(
-        self, cpus: list[tuple[int, int, int]], ranks: int, binding: str
-    ) -> None:
-        assert cpu_scope.thread_binding(cpus, ranks) == binding
-
-    def test_a_binding_of_the_user_stays(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        import os
-
-        monkeypatch.setattr(cpu_scope, "_bound_by_us", None)
-        monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-        cpu_scope.bind_threads(2)
-        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
-        monkeypatch.delenv("VLLM_CPU_OMP_THREADS_BIND")
-        cpu_scope.bind_threads(2)
-        first = os.environ["VLLM_CPU_OMP_THREADS_BIND"]
-        cpu_scope.bind_threads(4)  # ours does not bind the next engine
-        assert os.environ["VLLM_CPU_OMP_THREADS_BIND"] != first or first == "auto"
-
-    def test_platform(self) -> None:
-        from vllm.platforms import current_platform
-
-        assert isinstance(current_platform, cpu_platform.TreeCpuPlatform)
 
 
 @pytest.mark.slow
