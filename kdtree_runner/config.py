@@ -23,6 +23,7 @@ from kdtree_runner.engine_checks import (
     check_device,
     check_engine,
     check_parallel,
+    check_ray,
 )
 from kdtree_runner.model_pair import (
     KV_LORA_RANK,
@@ -63,6 +64,7 @@ __all__ = [
     "check_engine",
     "check_pair",
     "check_parallel",
+    "check_ray",
     "check_target",
     "check_vllm_version",
     "check_weights",

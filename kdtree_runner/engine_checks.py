@@ -5,8 +5,12 @@ Nothing here imports vLLM: the checks read plain attributes of its config.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
+import kdtree_runner
 from kdtree_runner import native
 from kdtree_runner.refusal import refuse
 from kdtree_runner.sharding import check_sharding
@@ -76,6 +80,28 @@ def check_parallel(parallel: Any, draft_size: object) -> None:
     if draft_size not in (None, size):
         # vLLM's V2 runner shards the drafter like the target, whatever the key says.
         refuse("draft_tensor_parallel_size", f"the target's {size}, or none", draft_size)
+
+
+def check_ray(parallel: Any) -> None:
+    """Refuse to start where Ray's workers would import another kdtree_runner than this process.
+
+    Ray 2.60 puts the driver's current folder and its script's first on their path, and a checkout
+    holds but a part of what is installed. parallel: vLLM's ParallelConfig.
+    """
+    if not parallel.use_ray or "working_dir" in (parallel.ray_runtime_env or {}):
+        return
+    ours = Path(kdtree_runner.__file__).resolve()
+    script = os.path.dirname(os.path.realpath(sys.argv[0]))
+    first = {"current folder": os.getcwd()}
+    if script in sys.path:
+        first["folder of the script"] = script
+    for key, folder in first.items():
+        other = Path(folder, "kdtree_runner", "__init__.py").resolve()
+        if other.is_file() and other != ours:
+            wanted = (
+                f"one without a kdtree_runner, which Ray's workers would take for {ours.parent}"
+            )
+            refuse(key, wanted, folder)
 
 
 def check_engine(config: Any, device_type: str = "cpu") -> None:

@@ -23,6 +23,7 @@ from kdtree_runner.config import (
     check_engine,
     check_pair,
     check_parallel,
+    check_ray,
     check_target,
     check_vllm_version,
     draft_block_size,
@@ -213,6 +214,7 @@ def install() -> None:
             return create_engine(self, *args, **kwargs)
         config = create_engine(_with_backend(self), *args, **kwargs)
         check_engine(config, current_platform.device_type)
+        check_ray(config.parallel_config)
         _capture_large_batches(config, self)
         _set_scheduler(config)
         return config

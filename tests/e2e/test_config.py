@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,6 +186,33 @@ def test_other_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "SUPPORTED_VLLM", ("0.99.0",))
     check_refusal(make, "vllm", "0.32.0")
     assert platform.platform_plugin() is None
+
+
+@pytest.mark.parametrize("place", ["current folder", "folder of the script"])
+def test_ray_is_not_started_where_its_workers_would_take_another_package(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    two = {"tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    checkout = tmp_path / "checkout"
+    (checkout / "kdtree_runner").mkdir(parents=True)
+    (checkout / "kdtree_runner" / "__init__.py").touch()
+    if place == "current folder":
+        monkeypatch.chdir(checkout)
+    else:
+        monkeypatch.setattr(sys, "argv", [str(checkout / "run.py")])
+        make(**two)  # not on this process's path, so Ray does not put it on the workers'
+        monkeypatch.syspath_prepend(str(checkout))
+    check_refusal(lambda: make(**two), place, str(checkout))
+    make(tensor_parallel_size=2, distributed_executor_backend="mp")
+    working_dir = {"working_dir": str(tmp_path)}  # with it Ray adds neither
+    config.check_ray(SimpleNamespace(use_ray=True, ray_runtime_env=working_dir))
+
+
+def test_ray_is_started_in_this_packages_own_checkout(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("ray")
+    monkeypatch.chdir(Path(config.__file__).parents[1])
+    make(tensor_parallel_size=2, distributed_executor_backend="ray")
 
 
 def test_a_tight_batch_is_served() -> None:
