@@ -14,8 +14,12 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-MIN_TREES = 128  # trees that a node must have been in before its rate counts for anything
-UPDATE_STEPS = 32  # between two looks at the counts
+# With Kimi's widths too large a budget costs up to 1.8 times the chain's step (docs/benchmarks.md).
+# So one request's first steps have to be enough to leave it, and some hundred trees to see that
+# traffic has changed.
+MIN_TREES = 16  # that a node must have been in before its rate counts for anything
+UPDATE_STEPS = 16  # between two looks at the counts
+MEMORY = 512  # trees after which an observation has lost 1 - 1 / e of its weight
 MIN_GAIN = 0.02  # a change must promise that much: smaller differences are noise of the timing
 
 
@@ -31,11 +35,11 @@ def candidates(num_nodes: int, horizon: int) -> tuple[int, ...]:
 class NodeRates:
     """How often each node is accepted, over the last trees.
 
-    num_nodes: N. memory: trees after which an observation has lost 1 - 1 / e of its weight.
+    num_nodes: N. memory: in trees, see MEMORY.
     """
 
     num_nodes: int
-    memory: float = 8192
+    memory: float = MEMORY
     verified: list[float] = field(init=False)
     accepted: list[float] = field(init=False)
 
@@ -61,19 +65,21 @@ class NodeRates:
         return 1 + sum(self.accepted[node] / self.verified[node] for node in nodes)
 
 
-def choose(times: Mapping[int, float], rates: NodeRates, now: int | None = None) -> int:
+def choose(
+    times: Mapping[int, float], tokens: Mapping[int, float | None], now: int | None = None
+) -> int:
     """The budget with the most tokens a second.
 
-    times: seconds of a step by budget. now: the budget in use, kept unless another one gains more
-    than MIN_GAIN. The largest one where too little is known of it.
+    times: seconds of a step by budget. tokens: that a tree emits, by budget, None while too little
+    is known of one: then the largest. now: the budget in use, kept unless another one gains more
+    than MIN_GAIN.
     """
-    largest = max(times)
     speeds: dict[int, float] = {}
     for budget, seconds in times.items():
-        tokens = rates.tokens(budget)
-        if tokens is None:
-            return largest
-        speeds[budget] = tokens / seconds
+        emitted = tokens[budget]
+        if emitted is None:
+            return max(times)
+        speeds[budget] = emitted / seconds
     best = max(speeds, key=lambda budget: (speeds[budget], -budget))
     if now in speeds and speeds[best] <= (1 + MIN_GAIN) * speeds[now]:
         return now
@@ -92,7 +98,7 @@ class BudgetTable:
         step_times: Mapping[int, Mapping[int, float]],
         num_nodes: int,
         max_batch: int,
-        memory: float = 8192,
+        memory: float = MEMORY,
     ) -> None:
         self.step_times = {size: dict(times) for size, times in sorted(step_times.items())}
         self.rates = NodeRates(num_nodes, memory)
@@ -103,11 +109,12 @@ class BudgetTable:
         self.rates.add(verified, accepted)
         if not self.step_times:  # nothing could be timed
             return False
+        tokens = {b: self.rates.tokens(b) for times in self.step_times.values() for b in times}
         before = list(self.budgets)
         low = 1
         for size, times in self.step_times.items():
             now = self.budgets[min(size, len(self.budgets) - 1)]
-            budget = choose(times, self.rates, now)
+            budget = choose(times, tokens, now)
             for batch in range(low, min(size, len(self.budgets) - 1) + 1):
                 self.budgets[batch] = budget
             low = size + 1

@@ -8,7 +8,16 @@ import pytest
 import torch
 
 from kdtree_runner import ops
-from kdtree_runner.spec_decode.budget import BudgetTable, NodeRates, candidates, choose
+from kdtree_runner.spec_decode.budget import (
+    MIN_TREES,
+    UPDATE_STEPS,
+    BudgetTable,
+    NodeRates,
+    candidates,
+    choose,
+)
+
+PROBE_STEPS = 64  # model_executor/scheduler.py, which needs vLLM
 
 
 def rates_of(shares: list[float], trees: int = 1000) -> NodeRates:
@@ -16,6 +25,10 @@ def rates_of(shares: list[float], trees: int = 1000) -> NodeRates:
     rates = NodeRates(len(shares))
     rates.add([trees] * (1 + len(shares)), [trees, *(round(s * trees) for s in shares)])
     return rates
+
+
+def tokens_of(rates: NodeRates) -> dict[int, float | None]:
+    return {budget: rates.tokens(budget) for budget in range(rates.num_nodes + 1)}
 
 
 def test_candidates() -> None:
@@ -31,28 +44,61 @@ def test_tokens_are_sums_of_the_first_rates() -> None:
 
 
 def test_choice() -> None:
-    rates = rates_of([0.8, 0.5, 0.2, 0.1])
-    assert choose({4: 1.0, 2: 1.0, 0: 1.0}, rates) == 4  # nodes cost nothing
-    assert choose({4: 1.5, 2: 1.1, 0: 1.0}, rates) == 2  # 1.73, 2.09, 1
-    assert choose({4: 4.0, 2: 2.5, 0: 1.0}, rates) == 0
-    assert choose({4: 2.6, 2: 2.3, 0: 1.0}, rates) == 0  # equal speeds: the smaller tree
+    tokens = tokens_of(rates_of([0.8, 0.5, 0.2, 0.1]))
+    assert choose({4: 1.0, 2: 1.0, 0: 1.0}, tokens) == 4  # nodes cost nothing
+    assert choose({4: 1.5, 2: 1.1, 0: 1.0}, tokens) == 2  # 1.73, 2.09, 1
+    assert choose({4: 4.0, 2: 2.5, 0: 1.0}, tokens) == 0
+    assert choose({4: 2.6, 2: 2.3, 0: 1.0}, tokens) == 0  # equal speeds: the smaller tree
 
 
 def test_small_gains_change_nothing() -> None:
-    rates = rates_of([0.8, 0.5])
+    tokens = tokens_of(rates_of([0.8, 0.5]))
     times = {2: 2.3, 0: 0.99}
-    assert choose(times, rates) == 0
-    assert choose(times, rates, now=2) == 2
-    assert choose(times | {0: 0.9}, rates, now=2) == 0
+    assert choose(times, tokens) == 0
+    assert choose(times, tokens, now=2) == 2
+    assert choose(times | {0: 0.9}, tokens, now=2) == 0
 
 
 def test_the_largest_until_enough_is_known() -> None:
-    rates = NodeRates(2)
-    assert choose({2: 9.0, 0: 1.0}, rates) == 2
-    rates.add([200, 200, 100], [200, 10, 5])
-    assert choose({2: 9.0, 0: 1.0}, rates) == 2
-    rates.add([0, 0, 100], [0, 0, 5])
-    assert choose({2: 9.0, 0: 1.0}, rates) == 0
+    rates, times = NodeRates(2), {2: 9.0, 0: 1.0}
+    assert choose(times, tokens_of(rates)) == 2
+    rates.add([200, 200, MIN_TREES - 1], [200, 10, 5])
+    assert choose(times, tokens_of(rates)) == 2
+    rates.add([0, 0, 2], [0, 0, 0])
+    assert choose(times, tokens_of(rates)) == 0
+
+
+# Milliseconds of a step with all of Kimi K2.6's layers, docs/benchmarks.md, by batch and budget.
+KIMI = {
+    1: {16: 17.26, 8: 13.56, 7: 12.83, 0: 8.27},
+    8: {16: 35.57, 8: 30.32, 7: 29.09, 0: 11.98},
+    32: {16: 51.42, 8: 43.83, 7: 40.62, 0: 21.45},
+}
+NODES = 17
+
+
+@pytest.mark.parametrize(("per_tree", "budget"), [(4, 7), (0, 0)])
+def test_the_first_steps_of_one_request_are_enough(per_tree: int, budget: int) -> None:
+    """per_tree: nodes accepted of each tree, the first ones."""
+    table = BudgetTable(KIMI, num_nodes=16, max_batch=32)
+    trees = UPDATE_STEPS
+    accepted = [trees] * (1 + per_tree) + [0] * (NODES - 1 - per_tree)
+    assert table.update([trees] * NODES, accepted)
+    assert table.budgets[1] == budget
+
+
+@pytest.mark.parametrize("batch", [1, 32])
+def test_a_change_of_traffic_is_noticed(batch: int) -> None:
+    """Nothing accepted for long, then 6 nodes of every tree: one step in PROBE_STEPS tells."""
+    table = BudgetTable(KIMI, num_nodes=16, max_batch=32)
+    for _ in range(1000):
+        table.update([batch * UPDATE_STEPS] * NODES, [batch * UPDATE_STEPS] + [0] * 16)
+    assert table.budgets[batch] == 0
+    probes = 0
+    while table.budgets[batch] == 0:
+        probes += 1
+        table.update([batch] * NODES, [batch] * 7 + [0] * 10)
+    assert probes * PROBE_STEPS <= (20_000 if batch == 1 else 1_000)  # steps
 
 
 def test_what_is_left_out_keeps_its_rate_and_the_rest_forgets() -> None:
