@@ -155,7 +155,10 @@ def make(args: argparse.Namespace) -> None:
     prompts = [[draw.randrange(2, vocab) for _ in range(PROMPT_TOKENS)] for _ in range(NUM_PROMPTS)]
     lines = "".join(json.dumps({"prompt_token_ids": ids}) + "\n" for ids in prompts)
     (args.out / "prompts.jsonl").write_text(lines)
-    extra = '{"load_format": "dummy", "skip_tokenizer_init": true}'
+    extra = (
+        '{"load_format": "dummy", "skip_tokenizer_init": true, '
+        '"compilation_config": {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}}'
+    )
     target, drafter, prompts_file, report = (
         shlex.quote(str(args.out / name))
         for name in ("target", "drafter", "prompts.jsonl", "e2e.json")
@@ -163,7 +166,8 @@ def make(args: argparse.Namespace) -> None:
     print(
         f"kdtree bench e2e --model {target} --drafter {drafter} "
         f"--prompts {prompts_file} --spread-routing --dtype bfloat16 "
-        f"--max-model-len 4096 --max-tokens 48 --num-prompts 1 --repeats 3 "
+        f"--max-model-len 4096 --max-tokens 48 --num-prompts 1 --repeats 3 --kv-cache-gib 4 "
+        f"--batches 1,8,32 --modes plain,chain,tree --tree-budget 8,16 "
         f"--engine-args '{extra}' --json {report}"
     )
 
@@ -220,7 +224,9 @@ def project(args: argparse.Namespace) -> None:
             f"{a:.2f} | {b:.2f} | {1e3 * layer:.0f} | {step:.2f} | {step + exchange:.2f} | "
             f"{f'{(step + exchange) / plain:.2f}' if plain else '-'} |"
         )
-    projected = "measured" if high == LAYERS else f"PROJECTED from {low} and {high} layers"
+    projected = "measured"
+    if high < LAYERS:
+        projected = f"PROJECTED from {low} and {high} layers, too low where a step is the host's"
     print(
         f"\nmeasured: the steps at {low} and {high} layers, on one GPU, at a rank's widths. "
         f"{LAYERS} layers: {projected}. experts: expected, each token drawing its own. "
