@@ -111,6 +111,13 @@ class TreeRunnerMixin(GPUModelRunner):
             self, step_times.batch_sizes(self.max_num_reqs), self._candidates()
         )
         table = BudgetTable(times, self.tree_state.num_nodes, self.max_num_reqs)
+        if not times:
+            logger.warning(
+                "tree_budget_adapt: max_model_len %d and max_num_batched_tokens %d are too small to"
+                " time trees of %d nodes, so every batch keeps them",
+                *(self.max_model_len, self.max_num_tokens, self.tree_state.num_nodes),
+            )
+            return
         logger.info("Milliseconds of a step, by batch size and tree budget: %s", table.describe())
         self.tree_state.count_nodes()
         assert self.tree_state.node_counts is not None

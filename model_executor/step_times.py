@@ -7,9 +7,11 @@ import random
 import time
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass
 
 import torch
 from vllm import SamplingParams
+from vllm.config import VllmConfig
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.worker.gpu.model_runner import GPUModelRunner
@@ -27,6 +29,41 @@ def batch_sizes(max_num_reqs: int) -> list[int]:
     return [*sizes, max_num_reqs]
 
 
+@dataclass(frozen=True)
+class Room:
+    """What one step and one request may hold: the limits that vLLM's scheduler keeps to."""
+
+    scheduled: int  # tokens of a step
+    inputs: int  # of a step, the drafter's query tokens counted in
+    draft: int  # query tokens of a request's draft, L
+    positions: int  # of a request, for the prompt and STEPS steps
+
+    @classmethod
+    def of(cls, config: VllmConfig) -> Room:
+        """Of an engine with a tree's speculative config."""
+        spec, scheduler = config.speculative_config, config.scheduler_config
+        assert spec is not None and scheduler.max_num_scheduled_tokens is not None
+        return cls(
+            scheduled=scheduler.max_num_scheduled_tokens,
+            inputs=scheduler.max_num_batched_tokens,
+            draft=spec.max_num_new_slots_for_drafting,
+            positions=config.model_config.max_model_len - config.num_lookahead_tokens,
+        )
+
+    def holds(self, size: int, width: int) -> bool:
+        """Whether one step holds `size` requests with `width` tokens each."""
+        return size * width <= self.scheduled and size * (width + self.draft) <= self.inputs
+
+    def grown(self, steps: int, budget: int) -> int:
+        """Positions that a request has gone on by after that many steps, at most."""
+        return steps * (1 + min(budget, self.draft))
+
+    def prompt_tokens(self, budget: int) -> int:
+        """Tokens of a prompt that leave room for the steps; less than one if there is none."""
+        left = self.positions - self.grown(STEPS - 1, budget) - (1 + budget)
+        return min(PROMPT_TOKENS, self.scheduled, self.inputs - self.draft, left)
+
+
 @torch.inference_mode()
 def measure(
     runner: GPUModelRunner, sizes: Iterable[int], budgets: Collection[int]
@@ -34,28 +71,26 @@ def measure(
     """Seconds of a step, by batch size, by budget.
 
     Steps are real ones, of requests with random tokens so that all experts are met: draft, verify,
-    sampler, commit. Budgets that a step cannot hold, or the context all steps, are left out.
+    sampler, commit. A size at which a step does not hold each budget is left out, and all sizes are
+    if the context is too short for the steps.
     """
-    most = runner.scheduler_config.max_num_batched_tokens
-    longest = runner.max_model_len - runner.vllm_config.num_lookahead_tokens - PROMPT_TOKENS
-    fitting = [
-        (size, budget)
-        for size in sizes
-        for budget in budgets
-        if size * (1 + budget) <= most and STEPS * (1 + budget) <= longest
-    ]
+    room = Room.of(runner.vllm_config)
+    prompt_tokens = room.prompt_tokens(max(budgets))
+    if prompt_tokens < 1:
+        return {}
+    fitting = [size for size in sizes if room.holds(size, 1 + max(budgets))]
     found: dict[int, dict[int, float]] = defaultdict(dict)
-    for _ in range(ROUNDS):
-        for size, budget in fitting:
-            seconds = _step_seconds(runner, size, budget)
-            found[size][budget] = min(seconds, found[size].get(budget, seconds))
+    for _, size, budget in itertools.product(range(ROUNDS), fitting, budgets):
+        seconds = _step_seconds(runner, room, size, budget, prompt_tokens)
+        found[size][budget] = min(seconds, found[size].get(budget, seconds))
     return dict(found)
 
 
-def _step_seconds(runner: GPUModelRunner, size: int, budget: int) -> float:
+def _step_seconds(
+    runner: GPUModelRunner, room: Room, size: int, budget: int, prompt_tokens: int
+) -> float:
     names = [f"_timed_{i}" for i in range(size)]
-    longest = PROMPT_TOKENS + STEPS * (1 + budget)
-    for output in _prompts(runner, names, longest, budget):
+    for output in _prompts(runner, room, names, prompt_tokens, budget):
         runner.execute_model(output)
         runner.sample_tokens(None)
     begin = 0.0
@@ -63,7 +98,8 @@ def _step_seconds(runner: GPUModelRunner, size: int, budget: int) -> float:
         if step == WARM_STEPS:
             _wait(runner)
             begin = time.perf_counter()
-        runner.execute_model(_decode(names, PROMPT_TOKENS + step * (1 + budget), budget))
+        computed = prompt_tokens + room.grown(step, budget)
+        runner.execute_model(_decode(names, computed, budget))
         runner.sample_tokens(None)
     _wait(runner)
     seconds = (time.perf_counter() - begin) / TIMED_STEPS
@@ -79,28 +115,27 @@ def _wait(runner: GPUModelRunner) -> None:
 
 
 def _prompts(
-    runner: GPUModelRunner, names: list[str], longest: int, budget: int
+    runner: GPUModelRunner, room: Room, names: list[str], prompt_tokens: int, budget: int
 ) -> Iterator[SchedulerOutput]:
-    """Steps that compute the prompts of all requests, with blocks for `longest` tokens each.
+    """Steps that compute the prompts of all requests, with blocks for the steps that follow.
 
     Where there are too few blocks requests share some: what they read does not matter.
     """
     config = runner.vllm_config
     rng = random.Random(0)
-    params = SamplingParams(temperature=0.0, max_tokens=longest)
-    tokens = longest + config.num_lookahead_tokens
+    steps = room.grown(STEPS - 1, budget) + 1 + budget
+    params = SamplingParams(temperature=0.0, max_tokens=steps)
+    tokens = prompt_tokens + steps + config.num_lookahead_tokens
     specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
-    counts = [cdiv(min(tokens, runner.max_model_len), spec.block_size) for spec in specs]
+    counts = [cdiv(tokens, spec.block_size) for spec in specs]
     next_block = itertools.cycle(range(1, runner.kv_cache_config.num_blocks))  # 0: the null block
-    draft_len = config.speculative_config.max_num_new_slots_for_drafting + 1  # type: ignore[union-attr]
-    most = config.scheduler_config.max_num_batched_tokens
-    at_once = max(1, most // (PROMPT_TOKENS + draft_len))
+    at_once = max(n for n in range(1, len(names) + 1) if n == 1 or room.holds(n, prompt_tokens))
     for first in range(0, len(names), at_once):
         some = names[first : first + at_once]
         output = SchedulerOutput.make_empty()
         output.num_spec_tokens_to_schedule = budget
         for name in some:
-            prompt = [rng.randrange(runner.vocab_size) for _ in range(PROMPT_TOKENS)]
+            prompt = [rng.randrange(runner.vocab_size) for _ in range(prompt_tokens)]
             output.scheduled_new_reqs.append(
                 NewRequestData(
                     req_id=name,
@@ -114,8 +149,8 @@ def _prompts(
                     prefill_token_ids=prompt,
                 )
             )
-        output.num_scheduled_tokens = dict.fromkeys(some, PROMPT_TOKENS)
-        output.total_num_scheduled_tokens = PROMPT_TOKENS * len(some)
+        output.num_scheduled_tokens = dict.fromkeys(some, prompt_tokens)
+        output.total_num_scheduled_tokens = prompt_tokens * len(some)
         yield output
 
 

@@ -89,8 +89,8 @@ def choose(
 class BudgetTable:
     """The budget of every batch size.
 
-    step_times: seconds of a step by budget, by batch size; a batch between two sizes takes the
-    times of the larger one, as whose graph it runs.
+    step_times: seconds of a step by budget, by batch size, not empty; a batch between two sizes
+    takes the times of the larger one, as whose graph it runs.
     """
 
     def __init__(
@@ -107,8 +107,6 @@ class BudgetTable:
     def update(self, verified: Sequence[int], accepted: Sequence[int]) -> bool:
         """Take new counts in (NodeRates.add). Returns whether a budget has changed."""
         self.rates.add(verified, accepted)
-        if not self.step_times:  # nothing could be timed
-            return False
         tokens = {b: self.rates.tokens(b) for times in self.step_times.values() for b in times}
         before = list(self.budgets)
         low = 1

@@ -20,7 +20,7 @@ from engines import (
     traced,
 )
 
-from kdtree_runner.spec_decode.budget import BudgetTable, NodeRates
+from kdtree_runner.spec_decode.budget import BudgetTable, NodeRates, candidates
 
 BUDGETS = (16, 8, 7, 0)
 
@@ -61,6 +61,38 @@ def test_steps_are_timed_at_start_up(adaptive: Any) -> None:
         "kdtree_runner.model_executor.scheduler.Adaptive"
     )
     assert isinstance(table, BudgetTable)
+
+
+@pytest.mark.parametrize(
+    ("settings", "sizes"),
+    [
+        # A step holds three requests of 9 tokens and 7 of the drafter's, or of 5 and 7.
+        ({"budget": 8, "max_num_seqs": 8, "max_num_batched_tokens": 48}, [1, 2]),
+        ({"budget": 7, "max_num_seqs": 40, "max_num_batched_tokens": 256}, [1, 2, 4, 8, 16]),
+        ({"budget": 2, "horizon": 2, "max_num_seqs": 1, "max_num_batched_tokens": 16}, [1]),
+        ({"budget": 16, "max_num_seqs": 2, "max_model_len": 100}, [1, 2]),
+        ({"budget": 64, "max_num_seqs": 2, "max_model_len": 256}, [1, 2]),
+        ({"budget": 255, "max_num_seqs": 2, "max_model_len": 512}, []),  # seven steps do not fit
+        ({"budget": 16, "max_num_seqs": 2, "max_num_batched_tokens": 20}, []),
+    ],
+    ids=str,
+)
+def test_what_is_timed_where_there_is_little_room(
+    settings: dict[str, Any],
+    sizes: list[int],
+    pool: EnginePool,
+    baseline: Baseline,
+    prompts: list[tuple[int, ...]],
+) -> None:
+    """Each candidate or none: a budget that was not timed could never be chosen."""
+    llm = pool.get("tree", spec={"tree_budget_adapt": True}, **settings)
+    feedback = runner(llm)._budgets
+    times = feedback.table.step_times if feedback is not None else {}
+    assert list(times) == sizes
+    wanted = set(candidates(settings["budget"], settings.get("horizon", 7)))
+    assert all(set(found) == wanted for found in times.values())
+    requests = [greedy(p[:20], 30) for p in prompts[:3]]
+    assert_equal(generate(llm, requests), baseline(requests))
 
 
 def test_tokens_while_the_budget_follows_the_batch(

@@ -119,12 +119,6 @@ def test_table() -> None:
     assert not table.update([1000] * 5, [1000, 800, 500, 400, 300])
 
 
-def test_without_times_nothing_changes() -> None:
-    table = BudgetTable({}, num_nodes=4, max_batch=3)
-    assert not table.update([1000] * 5, [1000, 0, 0, 0, 0])
-    assert table.budgets == [0, 4, 4, 4]
-
-
 @pytest.mark.parametrize("seed", range(5))
 def test_smaller_trees_are_exact(seed: int) -> None:
     """Trees cut to each budget and walked anew emit the tokens that the counts foretell."""
