@@ -28,6 +28,7 @@ from kdtree_runner.engine_checks import (
 from kdtree_runner.model_pair import (
     KV_LORA_RANK,
     QK_ROPE_HEAD_DIM,
+    check_amplitude,
     check_pair,
     check_target,
     check_weights,
@@ -236,9 +237,16 @@ class TreeConfig:
         budget = DEFAULT_BUDGET if budget is None else budget
         budget = _integer("tree_budget", budget, 1, MAX_NODES)
         _check_schedule(user.get("num_speculative_tokens_per_batch_size"), budget)
-        spine = user.get("tree_spine", cls.spine)
-        adapt = user.get("tree_budget_adapt", cls.adapt)
-        return cls(min(horizon, budget), budget, spine, adapt)
+        amplitude = user.get("draft_rope_amplitude")
+        if amplitude is not None:
+            check_amplitude(amplitude)
+        spine, adapt = user.get("tree_spine"), user.get("tree_budget_adapt")
+        return cls(
+            min(horizon, budget),
+            budget,
+            cls.spine if spine is None else spine,
+            cls.adapt if adapt is None else adapt,
+        )
 
 
 def _check_schedule(rows: object, budget: int) -> None:

@@ -77,7 +77,7 @@ def check_parallel(parallel: Any, draft_size: object) -> None:
         if got is not None and got != wanted:  # None: vLLM has not decided
             refuse(key, f"{wanted!r} with method {METHOD!r}", got)
     size = parallel.tensor_parallel_size
-    if draft_size not in (None, size):
+    if draft_size is not None and (isinstance(draft_size, bool) or draft_size != size):
         # vLLM's V2 runner shards the drafter like the target, whatever the key says.
         refuse("draft_tensor_parallel_size", f"the target's {size}, or none", draft_size)
 
@@ -121,6 +121,10 @@ def check_engine(config: Any, device_type: str = "cpu") -> None:
         wanted = f"one of {', '.join(caches)} with method {METHOD!r}"
         refuse("kv_cache_dtype", wanted, config.cache_config.cache_dtype)
     speculative = getattr(config, "speculative_config", None)
+    drafts = getattr(speculative, "kv_cache_dtype", None)
+    if drafts not in (None, *caches):
+        wanted = f"one of {', '.join(caches)} with method {METHOD!r}"
+        refuse("speculative_config key 'kv_cache_dtype'", wanted, drafts)
     draft = getattr(speculative, "draft_model_config", None)
     if draft is not None:
         size = config.parallel_config.tensor_parallel_size

@@ -5,7 +5,6 @@ Nothing here imports vLLM: the checks read plain attributes, so that a config fi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -44,6 +43,9 @@ def text_config(target: Mapping[str, Any]) -> SimpleNamespace:
     return SimpleNamespace(**{**kept, **{k: v for k, v in inner.items() if v is not None}})
 
 
+MAX_AMPLITUDE = 100
+
+
 def rope_with_amplitude(draft: Any, amplitude: object) -> dict[str, Any]:
     """The drafter's rotary parameters with this factor on cosines and sines.
 
@@ -55,11 +57,15 @@ def rope_with_amplitude(draft: Any, amplitude: object) -> dict[str, Any]:
     kind = rope.get("rope_type", rope.get("type"))
     if kind != "yarn":
         refuse("draft_rope_amplitude", "a drafter with yarn rotary positions for it", kind)
-    if isinstance(amplitude, bool) or not isinstance(amplitude, (int, float)):
-        refuse("draft_rope_amplitude", "a number above 0", amplitude)
-    if not math.isfinite(amplitude) or amplitude <= 0:
-        refuse("draft_rope_amplitude", "a number above 0", amplitude)
-    return {**rope, "attention_factor": float(amplitude)}
+    return {**rope, "attention_factor": check_amplitude(amplitude)}
+
+
+def check_amplitude(amplitude: object) -> float:
+    """Refuse what no drafter's cosines and sines are scaled by. Yarn's own factors are below 3."""
+    good = isinstance(amplitude, (int, float)) and not isinstance(amplitude, bool)
+    if not good or not 0 < amplitude <= MAX_AMPLITUDE:  # type: ignore[operator]
+        refuse("draft_rope_amplitude", f"a number above 0, at most {MAX_AMPLITUDE}", amplitude)
+    return float(amplitude)  # type: ignore[arg-type]
 
 
 # Of the target's config: layers whose tokens do not see all their ancestors by attention.

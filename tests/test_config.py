@@ -130,6 +130,7 @@ def test_settings(change: dict[str, Any], key: str, wanted: str, got: str) -> No
         ({"num_speculative_tokens": None, "tree_budget": None}, 7, 16, False),
         ({"tree_budget": 3}, 3, 3, False),  # deeper positions could never be in the tree
         ({"num_speculative_tokens": 1, "tree_budget": 255, "tree_spine": True}, 1, 255, True),
+        ({"tree_budget": None, "tree_spine": None, "tree_budget_adapt": None}, 7, 16, False),
         ({SCHEDULE: [[1, 4, 16], (6, 8, 0)]}, 7, 16, False),
     ],
 )

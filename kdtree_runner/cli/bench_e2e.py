@@ -17,6 +17,7 @@ from kdtree_runner.cli.errors import CommandError, EngineError, ExitCode, UserEr
 from kdtree_runner.cli.options import BUDGETS
 from kdtree_runner.cli.prompts import Prompt
 from kdtree_runner.cli.svg import Drawing
+from kdtree_runner.cli.values import PART
 from kdtree_runner.cli.verify import (
     choose_prompts,
     engine_settings,
@@ -191,7 +192,7 @@ class Report(Protocol):
 def save_json(path: Path | None, report: Report) -> None:
     """Write the report, if it is asked for."""
     if path is not None:
-        whole = path.with_name(path.name + ".new")
+        whole = path.with_name(path.name + PART)
         whole.write_text(json.dumps(report.to_dict()) + "\n", encoding="utf-8")
         os.replace(whole, path)  # never half a file
 

@@ -16,6 +16,7 @@ from kdtree_runner.cli.values import (
     out_file,
     sizes,
     some_of,
+    tree_arguments,
 )
 from kdtree_runner.config import ATTENTION_BACKEND, DEFAULT_BUDGET, MAX_HORIZON, MAX_NODES
 
@@ -76,7 +77,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--tree-args",
-        type=mapping,
+        type=tree_arguments,
         default={},
         metavar="JSON",
         help="further keys of a tree's speculative config, as an object",
@@ -100,8 +101,10 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def add_sampling(parser: argparse.ArgumentParser) -> None:
     """How tokens are chosen."""
     group = parser.add_argument_group("sampling")
-    group.add_argument("--temperature", type=number(0), default=0.0, help="default: 0, greedy")
-    group.add_argument("--seed", type=integer(0), default=0, help="prompt i draws with SEED + i")
+    group.add_argument("--temperature", type=number(0, 2), default=0.0, help="default: 0, greedy")
+    group.add_argument(
+        "--seed", type=integer(0, 2**62), default=0, help="prompt i draws with SEED + i"
+    )
     group.add_argument("--top-k", type=integer(0), default=0, help="default: 0, off")
     group.add_argument("--top-p", type=number(0, 1, above=True), default=1.0, help="default: 1")
     group.add_argument("--ignore-eos", action="store_true", help="always generate MAX_TOKENS")

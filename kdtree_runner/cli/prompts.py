@@ -66,7 +66,10 @@ def _parse_jsonl(path: Path, text: str) -> list[Prompt]:
 def _parse_row(where: str, line: str) -> Prompt:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, escaped
+        raise UserError(f"{where}: wanted text that UTF-8 can hold, got {error}") from error
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{where}: wanted a JSON object a line, got {error}") from error
     if not isinstance(row, dict):
         raise wanted(where, "a JSON object a line", row)

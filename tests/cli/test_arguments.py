@@ -1,5 +1,6 @@
 """Flags: a user's mistake is exit code 2, a line that names the argument, and no traceback."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -23,16 +24,26 @@ def parse(*flags: str):
         (["--tree-budget", "8,256"], r"wanted an integer in \[1, 255\], got '256'"),
         (["--tree-budget", "8,,16"], "got ''"),
         (["--horizon", "33"], r"--horizon: wanted an integer in \[1, 32\], got '33'"),
-        (["--max-tokens", "1"], "--max-tokens: wanted an integer of at least 2, got '1'"),
+        (["--max-tokens", "1"], "--max-tokens: wanted an integer in [2, 1000000000], got '1'"),
+        (["--max-tokens", "1" + 21 * "0"], "--max-tokens: wanted an integer in [2, 1000000000]"),
+        (["--seed", str(2**63)], f"--seed: wanted an integer in [0, {2**62}], got"),
+        (["--temperature", "1e300"], "--temperature: wanted a number of at least 0 and at most 2"),
+        (["--kv-cache-gib", "1e300"], "--kv-cache-gib: wanted a number above 0 and at most 1e+09"),
+        (["--tree-args", 10**5 * "["], "--tree-args: wanted a JSON object"),
+        (["--tree-args", '{"tree_budget": 3}'], "wanted --tree-budget in the place of"),
+        (["--tree-args", '{"num-speculative-tokens": 3}'], "wanted --horizon in the place of"),
+        (["--tree-args", '{"model": "d"}'], "wanted --drafter in the place of 'model'"),
         (["--max-tokens", "many"], "got 'many'"),
-        (["--temperature", "-1"], "--temperature: wanted a number of at least 0, got '-1'"),
+        (["--temperature", "-1"], "--temperature: wanted a number of at least 0 and at most 2"),
         (["--temperature", "nan"], "got 'nan'"),
         (["--temperature", "inf"], "got 'inf'"),
         (["--top-p", "0"], "--top-p: wanted a number above 0 and at most 1, got '0'"),
         (["--gpu-memory-utilization", "1.5"], "wanted a number above 0 and at most 1"),
         (["--executor", "slurm"], "--executor: invalid choice: 'slurm'"),
-        (["--json", "/no/such/folder/x.json"], "--json: wanted a file in an existing directory"),
-        (["--json", "/proc/x.json"], "--json: wanted a file in an existing directory that can be"),
+        (["--json", "/no/such/folder/x.json"], "--json: wanted a regular file in an existing"),
+        (["--json", "/proc/x.json"], "--json: wanted a regular file in an existing directory that"),
+        (["--json", "/dev/null"], "--json: wanted a regular file"),
+        (["--json", 253 * "x"], "--json: wanted a regular file"),
         (["--bogus"], "unrecognized arguments: --bogus"),
     ],
 )
@@ -43,6 +54,22 @@ def test_mistakes_in_flags(
         parse(*flags)
     assert stop.value.code == 2
     assert message.replace("\\", "") in capsys.readouterr().err
+
+
+def test_a_link_stays_and_the_file_behind_it_is_written(tmp_path: Path) -> None:
+    link, file = tmp_path / "link", tmp_path / "file"
+    link.symlink_to(file)
+    assert parse("--json", str(link)).json == file
+    assert sorted(tmp_path.iterdir()) == [link]  # nothing is left of the trial
+    file.write_text("old")
+    assert parse("--json", str(link)).json == file
+    assert file.read_text() == "old"
+
+
+def test_pipes_are_no_files_to_replace(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(SystemExit):
+        parse("--json", str(tmp_path / "pipe"))
 
 
 @pytest.mark.parametrize("argv", [[], ["verify"], ["nonsense"]])

@@ -295,7 +295,7 @@ def test_refused_with_a_library_for_the_cpu(
         (["--ops", "topk"], "--ops: wanted some of tree_build,verify_attn"),
         (["--peers", "torch,fa4"], "--peers: wanted some of torch,flashmla,fa3,triton,cpu"),
         (["--shapes", "many"], "--shapes: invalid choice"),
-        (["--json", "/no/such/folder/x"], "--json: wanted a file in an existing directory"),
+        (["--json", "/no/such/folder/x"], "--json: wanted a regular file in an existing directory"),
     ],
 )
 def test_mistakes(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:

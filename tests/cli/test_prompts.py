@@ -53,6 +53,8 @@ def test_num_prompts_takes_the_first(tmp_path: Path) -> None:
         ('{"prompt_token_ids": [1, -2]}', "got \\[1, -2\\]"),
         ('{"prompt_token_ids": [true]}', "got \\[True\\]"),
         ('{"messages": ["hi"]}', "line 2, messages: wanted a list of objects"),
+        ('{"prompt": "\\ud800"}', "line 2: wanted text that UTF-8 can hold"),
+        (10**5 * "[", "line 2: wanted a JSON object a line"),
     ],
 )
 def test_bad_rows_name_their_line(tmp_path: Path, row: str, message: str) -> None:

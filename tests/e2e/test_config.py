@@ -46,6 +46,8 @@ def test_the_pair_is_accepted() -> None:
         ({"tree_budget": "16"}, "tree_budget", "'16'"),
         ({"num_speculative_tokens": 8}, "num_speculative_tokens", "8"),
         ({"tree_spine": "yes"}, "tree_spine", "'yes'"),
+        ({"draft_tensor_parallel_size": True}, "draft_tensor_parallel_size", "True"),
+        ({"kv_cache_dtype": "fp8"}, "kv_cache_dtype", "fp8"),  # of the drafter
         ({"tree_budget_adapt": "yes"}, "tree_budget_adapt", "'yes'"),
         (
             {
@@ -276,7 +278,7 @@ def rope_of(made: Any) -> dict[str, Any]:
     return made.speculative_config.draft_model_config.hf_config.rope_parameters
 
 
-@pytest.mark.parametrize("value", [0, "much"])
+@pytest.mark.parametrize("value", [0, "much", "1", True, 1e300, float("nan")])
 def test_amplitudes_that_are_none(value: object) -> None:
     with pytest.raises(ValueError, match="draft_rope_amplitude"):
         make({"draft_rope_amplitude": value})
