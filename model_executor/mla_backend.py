@@ -5,6 +5,7 @@ The baseline of every equality check runs on this same backend.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -23,6 +24,7 @@ from vllm.v1.attention.backend import (
     AttentionLayer,
     CommonAttentionMetadata,
 )
+from vllm.v1.worker.gpu import model_runner
 
 from kdtree_runner import ops
 from kdtree_runner.spec_decode.tree import TreeState
@@ -36,6 +38,25 @@ def is_strict() -> bool:
     row of verify_attn depends on its own length alone.
     """
     return bool(envs.VLLM_BATCH_INVARIANT)
+
+
+def prompts_last(
+    num_tokens: Mapping[str, int], drafts: Mapping[str, Sequence[int]], width: int
+) -> list[str]:
+    """The requests of a batch in the order in which it holds them.
+
+    num_tokens: of each request, running ones before new ones. drafts: of those that have some.
+    width: tokens of a whole tree, T. First what has drafts, whole trees before cut ones, then the
+    rest by its tokens. vLLM 0.32.0 (sort_batch_req_ids) begins the rest, too, with those of T
+    tokens: a chunk of a prompt would come before a decode, and the attention takes all that
+    follows a prompt for prompts, whose lengths the host knows. Those of decodes it guesses.
+    """
+
+    def place(request: str) -> tuple[bool, bool, int]:
+        has_drafts = bool(drafts.get(request))
+        return not has_drafts, has_drafts and num_tokens[request] != width, num_tokens[request]
+
+    return sorted(num_tokens, key=place)
 
 
 @dataclass
@@ -72,6 +93,7 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        model_runner.sort_batch_req_ids = prompts_last  # a function: nothing to override
         self.strict = is_strict()
         if self.strict:  # the most query tokens that build() takes for a decode
             scheduler = self.vllm_config.scheduler_config
@@ -109,7 +131,11 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         lens = m.seq_lens_cpu_upper_bound.numpy()[:known]
         prompts = np.zeros(m.num_reqs, dtype=bool)
         prompts[:known] = prefilling & ((num_new != 1) | (lens <= query_lens))
-        return torch.from_numpy(prompts) if prompts.any() else None
+        if not prompts.any():
+            return None
+        # What follows a prompt is taken for one, with the host's guess of a decode's length.
+        assert prompts[prompts.argmax() : known].all(), "a decode behind a prompt in the batch"
+        return torch.from_numpy(prompts)
 
     def _build_decode(  # type: ignore[override]
         self,

@@ -144,6 +144,31 @@ def test_budget_by_batch_size(
     assert BUDGET in trace.num_nodes
 
 
+def test_a_chunk_as_wide_as_a_tree_beside_requests_without_drafts(
+    pool: EnginePool, baseline: Baseline, prompts: list[tuple[int, ...]]
+) -> None:
+    """The first request drafts while there are three; then it goes on without, and chunks of
+    1 + N tokens of a prompt must not come before it in the batch: only prompts follow a prompt.
+    """
+    long_prompt = max(prompts, key=len)[:300]
+    assert len(long_prompt) > 12 * (1 + BUDGET)
+    by_batch = [[1, 2, 0], [3, 8, BUDGET]]
+    llm = pool.get(
+        "tree",
+        spec={"num_speculative_tokens_per_batch_size": by_batch},
+        long_prefill_token_threshold=1 + BUDGET,
+        **NO_CACHE,
+    )
+    for seed, short in enumerate(prompts[:6]):
+        first = (
+            sampled(short[:20], seed=seed, max_tokens=60) if seed % 2 else greedy(short[:20], 60)
+        )
+        requests = [first, greedy(prompts[8 + seed][:20], 12), greedy(long_prompt, 4)]
+        with traced(llm) as trace:
+            assert_equal(generate(llm, requests), baseline(requests))
+        assert trace.num_nodes
+
+
 @pytest.mark.parametrize("async_scheduling", [True, False])
 def test_preemption(
     pool: EnginePool,
