@@ -133,8 +133,9 @@ class TreeMLAMetadataBuilder(MLACommonMetadataBuilder[MLACommonMetadata]):
         prompts[:known] = prefilling & ((num_new != 1) | (lens <= query_lens))
         if not prompts.any():
             return None
-        # What follows a prompt is taken for one, with the host's guess of a decode's length.
-        assert prompts[prompts.argmax() : known].all(), "a decode behind a prompt in the batch"
+        # What follows a prompt is taken for one. That may be the last token of another, whose
+        # length the host knows; of a decode it has a guess.
+        assert prefilling[prompts.argmax() :].all(), "a decode behind a prompt in the batch"
         return torch.from_numpy(prompts)
 
     def _build_decode(  # type: ignore[override]
