@@ -115,7 +115,9 @@ class TreeRunnerMixin(GPUModelRunner):
             logger.warning(
                 "tree_budget_adapt: max_model_len %d and max_num_batched_tokens %d are too small to"
                 " time trees of %d nodes, so every batch keeps them",
-                *(self.max_model_len, self.max_num_tokens, self.tree_state.num_nodes),
+                self.max_model_len,
+                self.max_num_tokens,
+                self.tree_state.num_nodes,
             )
             return
         logger.info("Milliseconds of a step, by batch size and tree budget: %s", table.describe())

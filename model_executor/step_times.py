@@ -50,17 +50,21 @@ class Room:
             positions=config.model_config.max_model_len - config.num_lookahead_tokens,
         )
 
-    def holds(self, size: int, width: int) -> bool:
-        """Whether one step holds `size` requests with `width` tokens each."""
-        return size * width <= self.scheduled and size * (width + self.draft) <= self.inputs
+    def requests(self, width: int) -> int:
+        """How many requests one step holds, with `width` tokens each."""
+        return min(self.scheduled // width, self.inputs // (width + self.draft))
 
     def grown(self, steps: int, budget: int) -> int:
         """Positions that a request has gone on by after that many steps, at most."""
         return steps * (1 + min(budget, self.draft))
 
+    def taken(self, budget: int) -> int:
+        """Positions that the steps of a request need behind its prompt."""
+        return self.grown(STEPS - 1, budget) + 1 + budget
+
     def prompt_tokens(self, budget: int) -> int:
         """Tokens of a prompt that leave room for the steps; less than one if there is none."""
-        left = self.positions - self.grown(STEPS - 1, budget) - (1 + budget)
+        left = self.positions - self.taken(budget)
         return min(PROMPT_TOKENS, self.scheduled, self.inputs - self.draft, left)
 
 
@@ -78,7 +82,8 @@ def measure(
     prompt_tokens = room.prompt_tokens(max(budgets))
     if prompt_tokens < 1:
         return {}
-    fitting = [size for size in sizes if room.holds(size, 1 + max(budgets))]
+    most = room.requests(1 + max(budgets))
+    fitting = [size for size in sizes if size <= most]
     found: dict[int, dict[int, float]] = defaultdict(dict)
     for _, size, budget in itertools.product(range(ROUNDS), fitting, budgets):
         seconds = _step_seconds(runner, room, size, budget, prompt_tokens)
@@ -123,13 +128,12 @@ def _prompts(
     """
     config = runner.vllm_config
     rng = random.Random(0)
-    steps = room.grown(STEPS - 1, budget) + 1 + budget
-    params = SamplingParams(temperature=0.0, max_tokens=steps)
-    tokens = prompt_tokens + steps + config.num_lookahead_tokens
+    params = SamplingParams(temperature=0.0, max_tokens=room.taken(budget))
+    tokens = prompt_tokens + room.taken(budget) + config.num_lookahead_tokens
     specs = [group.kv_cache_spec for group in runner.kv_cache_config.kv_cache_groups]
     counts = [cdiv(tokens, spec.block_size) for spec in specs]
     next_block = itertools.cycle(range(1, runner.kv_cache_config.num_blocks))  # 0: the null block
-    at_once = max(n for n in range(1, len(names) + 1) if n == 1 or room.holds(n, prompt_tokens))
+    at_once = room.requests(prompt_tokens)
     for first in range(0, len(names), at_once):
         some = names[first : first + at_once]
         output = SchedulerOutput.make_empty()

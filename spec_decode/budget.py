@@ -107,7 +107,8 @@ class BudgetTable:
     def update(self, verified: Sequence[int], accepted: Sequence[int]) -> bool:
         """Take new counts in (NodeRates.add). Returns whether a budget has changed."""
         self.rates.add(verified, accepted)
-        tokens = {b: self.rates.tokens(b) for times in self.step_times.values() for b in times}
+        budgets = set().union(*self.step_times.values())
+        tokens = {budget: self.rates.tokens(budget) for budget in budgets}
         before = list(self.budgets)
         low = 1
         for size, times in self.step_times.items():
